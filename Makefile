@@ -1,0 +1,43 @@
+# make demo   solve an instance, compare the methods, draw the Pareto curve, write the MPS
+# make test   lint, types and tests
+# make bench  time to the proof beside plain solvers; prints a table
+# Each sets up .venv first. PYTHON=python3.12 picks another interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := test
+.PHONY: setup demo test lint bench cuda clean
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml setup.cfg constraints.txt
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV) || \
+		{ echo "Python >= 3.10 with its venv module is needed (Debian: apt-get install python3-venv)" >&2; exit 1; }
+	@echo "installing into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --root-user-action=ignore \
+		-c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	@$(BIN)/qsync-opt demo
+
+lint: $(INSTALLED)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy
+
+test: lint
+	@$(BIN)/python -m pytest
+
+bench: $(INSTALLED)
+	@$(BIN)/python -m tests.benchmarks
+
+cuda:
+	@$(MAKE) -C cuda
+
+clean:
+	rm -rf $(VENV) build dist demo-output *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

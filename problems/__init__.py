@@ -1,0 +1,1 @@
+"""Allocation problems with their origin, and the scripts that write them again byte for byte."""

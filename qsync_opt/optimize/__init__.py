@@ -1,0 +1,1 @@
+"""The allocation problem: its data, its formulation, its solvers and its oracle."""

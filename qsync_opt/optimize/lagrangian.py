@@ -1,0 +1,370 @@
+"""`Lagrangian`: prices on time and memory turn one device kind's problem into an easy one.
+
+With prices mu_k >= 0 on the time rows and nu_i >= 0 on the memory points,
+
+    L(mu, nu) = min over plans of  objective + sum_k mu_k (time_k - limit_k)
+                                             + sum_i nu_i (bytes_i - budget)
+
+is a lower bound of the optimum for every choice of prices (Geoffrion, 1974), and the minimum
+is found exactly by elimination. L is concave and piecewise linear; each run gives its value,
+a slope (by how much the minimising plan breaks each row) and a plan. `maximise` climbs it by
+cutting planes inside a box around the best prices so far (Marsten, Hogan and Blankenship,
+1975), adding a row only once a plan breaks it.
+
+With `objective="time"` the time itself is minimised: the rows' prices then sum to one and
+limits are the constant parts of the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qsync_opt.optimize.arrays import FloatArray, IntArray
+from qsync_opt.optimize.backends import solve_linear
+from qsync_opt.optimize.elimination import Elimination
+from qsync_opt.optimize.evaluate import TIME_TOLERANCE
+from qsync_opt.optimize.factors import FactorGraph, Tables
+from qsync_opt.optimize.linear import LazyNames, ProgramBuilder
+from qsync_opt.optimize.rows import memory_points, time_rows
+
+_MOST_ROUNDS = 300
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Point:
+    """One evaluation of the Lagrangian.
+
+    Attributes:
+        prices: per row (time rows, then memory points), per unit of the row's scale, [R].
+        value: L at these prices: a lower bound of the optimum.
+        objective: of the minimising plan (0 where time is the objective).
+        excess: row value minus limit, in units of the row's scale, of that plan, [R].
+        options: option of every variable, copies included.
+    """
+
+    prices: FloatArray
+    value: float
+    objective: float
+    excess: FloatArray
+    options: IntArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Climb:
+    """What a climb found.
+
+    Attributes:
+        best: the best point.
+        points: every point, the known ones first.
+        impossible: whether no plan keeps all limits: the Lagrangian exceeds every objective
+            there is, so it has no finite maximum.
+    """
+
+    best: Point
+    points: list[Point]
+    impossible: bool
+
+
+class Lagrangian:
+    """The Lagrangian of one device kind; see the module.
+
+    Args:
+        graph: the kind's tables.
+        deadline_s: iteration time to keep; None minimises the time instead.
+        points: memory points to hold rows for; by default those that can be the peak.
+
+    Attributes:
+        exact: whether L at zero prices is the true minimum, not only a lower bound of it.
+        limit: right side of every row (time rows, then memory points), [R].
+        first: lowest operator whose backward counts, of every time row.
+        points: operators whose program point is a memory row, ascending.
+        scale: unit of each row's price: the deadline, or the memory budget, [R].
+    """
+
+    def __init__(
+        self, graph: FactorGraph, deadline_s: float | None, points: IntArray | None = None
+    ) -> None:
+        problem, device = graph.problem, graph.device
+        self.graph, self.deadline_s = graph, deadline_s
+        scopes = [tuple(scope) for table in graph.tables for scope in table.scope.tolist()]
+        variables = len(graph.allowed)
+        everything = np.ones(variables, dtype=np.bool_)
+        self.elimination = Elimination(variables, graph.columns, everything, scopes)
+        self.exact = graph.exact and self.elimination.exact
+        rows = time_rows(problem)
+        self.first = np.array([row.first_operator for row in rows], dtype=np.int64)
+        past = device.optimizer_s + np.array([row.tail_s for row in rows])
+        domain = np.zeros((len(problem.operators), graph.columns), dtype=np.bool_)
+        for option in range(graph.columns):
+            live = graph.column_of[:, option] >= 0
+            domain[np.flatnonzero(live), graph.column_of[live, option]] = True
+        self.points = memory_points(problem, device, domain) if points is None else points
+        budget = float(device.memory_bytes - device.fixed_bytes)
+        self.time_rows = len(rows)
+        self.limit = np.concatenate(
+            [
+                -past if deadline_s is None else deadline_s * (1 + TIME_TOLERANCE) - past,
+                np.full(len(self.points), budget),
+            ]
+        )
+        longest = device.optimizer_s + float(graph.forward_s.max(axis=1).sum())
+        longest += float(graph.backward_s.max(axis=1).sum())
+        time_scale = 1.0 if deadline_s is None else deadline_s
+        self.scale = np.concatenate(
+            [np.full(len(rows), time_scale), np.full(len(self.points), max(budget, 1.0))]
+        )
+        self._reference = longest if deadline_s is None else self._spread()
+        self._lay_out()
+
+    def _spread(self) -> float:
+        """By how much the objective can vary: the natural size of a price."""
+        live = self.graph.column_of >= 0
+        low = np.where(live, self.graph.perturbation, np.inf).min(axis=1)
+        high = np.where(live, self.graph.perturbation, 0).max(axis=1)
+        spread = float((high - low)[np.isfinite(low)].sum())
+        return spread if spread > 0 else 1.0
+
+    def _lay_out(self) -> None:
+        """Indices that place every table's entries into the cells of the elimination."""
+        graph, columns = self.graph, self.graph.columns
+        options = np.arange(columns)
+        unary = 1 + graph.variable_of[:, None] * columns + options
+        parts = [unary.ravel()]
+        parts += [(1 + t.scope * columns + options).ravel() for t in graph.lone]
+        self._scopes: list[IntArray] = []
+        start = 0
+        for table in graph.tables:
+            stop = start + len(table.scope)
+            first = self.elimination.first_cell[start:stop]
+            parts.append((first[:, None] + np.arange(columns**table.arity)).ravel())
+            self._scopes.append(np.array(self.elimination.scopes[start:stop], dtype=np.int64))
+            start = stop
+        self._cells = np.concatenate(parts)
+        blocked = np.zeros(self.elimination.cells)
+        variable, option = np.nonzero(~graph.allowed)
+        blocked[1 + variable * columns + option] = np.inf
+        self._blocked = blocked
+        for table, scope in self.scoped_tables():
+            if table.blocked is not None:
+                cells = self._table_cells(table, scope)
+                blocked[cells[table.blocked]] = np.inf
+
+    def scoped_tables(self) -> Iterator[tuple[Tables, IntArray]]:
+        """Every table over one variable or more, with its scope (copies in their place)."""
+        yield from ((table, table.scope) for table in self.graph.lone)
+        yield from zip(self.graph.tables, self._scopes, strict=True)
+
+    def _table_cells(self, table: Tables, scope: IntArray) -> IntArray:
+        columns = self.graph.columns
+        if table.arity == 1:
+            return 1 + table.scope * columns + np.arange(columns)
+        start = 0
+        for other in self.graph.tables:
+            if other is table:
+                break
+            start += len(other.scope)
+        first = self.elimination.first_cell[start : start + len(scope)]
+        return first[:, None] + np.arange(columns**table.arity)
+
+    # -- one evaluation --------------------------------------------------------------------
+
+    def costs(self, prices: FloatArray, closed: FloatArray | None = None) -> FloatArray:
+        """The one sum of plain costs that these prices make of all tables, by cell."""
+        graph = self.graph
+        count = len(graph.variable_of)
+        per_unit = prices / self.scale
+        mu, nu = per_unit[: self.time_rows], per_unit[self.time_rows :]
+        alpha = float(mu.sum())
+        beta = np.cumsum(np.bincount(self.first, weights=mu, minlength=count + 1))[:count]
+        at_point = np.bincount(self.points, weights=nu, minlength=count)
+        gamma = np.cumsum(at_point[::-1])[::-1]
+        operators = alpha * graph.forward_s + beta[:, None] * graph.backward_s
+        if at_point.any():
+            operators += at_point[:, None] * graph.transient
+        if self.deadline_s is not None:
+            operators += graph.perturbation
+        parts = [operators.ravel()]
+        for table, _ in self.scoped_tables():
+            where = table.operator
+            if table.forward_s is not None and table.backward_s is not None:
+                cost = alpha * table.forward_s + beta[where][:, None] * table.backward_s
+            elif table.kept_bytes is not None:
+                cost = gamma[where][:, None] * table.kept_bytes
+            else:
+                cost = np.zeros(table.blocked.shape)
+            parts.append(cost.ravel())
+        summed = np.bincount(
+            self._cells, weights=np.concatenate(parts), minlength=self.elimination.cells
+        )
+        result: FloatArray = summed + self._blocked
+        if closed is not None:
+            result[1 : 1 + closed.size] += closed.ravel()
+        return result
+
+    def constant(self, prices: FloatArray) -> float:
+        """What the limits subtract from the minimum at these prices."""
+        return float((prices / self.scale) @ self.limit)
+
+    def evaluate(self, prices: FloatArray, closed: FloatArray | None = None) -> Point:
+        """Value, slope and minimising plan at some prices.
+
+        Args:
+            prices: see `Point`.
+            closed: per option, 0, or infinity for an option that may not be taken, [V, P].
+        """
+        value, options = self.elimination.minimise(self.costs(prices, closed))
+        objective, usage = self.usage(options)
+        return Point(
+            prices=prices,
+            value=value - self.constant(prices),
+            objective=objective,
+            excess=(usage - self.limit) / self.scale,
+            options=options,
+        )
+
+    def usage(self, options: IntArray) -> tuple[float, FloatArray]:
+        """Objective, and the value of every row, of an assignment (copies included), [R]."""
+        graph, columns = self.graph, self.graph.columns
+        count = len(graph.variable_of)
+        rows = np.arange(count)
+        option = options[graph.variable_of]
+        forward = float(graph.forward_s[rows, option].sum())
+        backward = graph.backward_s[rows, option]
+        kept = np.zeros(count)
+        for table, scope in self.scoped_tables():
+            entry = np.zeros(len(scope), dtype=np.int64)
+            for position in range(table.arity):
+                entry = entry * columns + options[scope[:, position]]
+            lines = np.arange(len(scope))
+            if table.forward_s is not None and table.backward_s is not None:
+                forward += float(table.forward_s[lines, entry].sum())
+                backward = backward + np.bincount(
+                    table.operator, weights=table.backward_s[lines, entry], minlength=count
+                )
+            elif table.kept_bytes is not None:
+                kept += np.bincount(
+                    table.operator, weights=table.kept_bytes[lines, entry], minlength=count
+                )
+        backward_from = np.append(np.cumsum(backward[::-1])[::-1], 0.0)
+        time = forward + backward_from[self.first]
+        memory = np.cumsum(kept)[self.points]
+        memory += graph.transient[self.points, option[self.points]]
+        objective = 0.0
+        if self.deadline_s is not None:
+            objective = float(graph.perturbation[rows, option].sum())
+        return objective, np.concatenate([time, memory])
+
+    def allows(self, options: IntArray) -> bool:
+        """Whether an assignment keeps every promotion and takes allowed options only."""
+        graph, columns = self.graph, self.graph.columns
+        if not graph.allowed[np.arange(len(graph.allowed)), options[: len(graph.allowed)]].all():
+            return False
+        for table, scope in self.scoped_tables():
+            if table.blocked is not None:
+                entry = np.zeros(len(scope), dtype=np.int64)
+                for position in range(table.arity):
+                    entry = entry * columns + options[scope[:, position]]
+                if table.blocked[np.arange(len(scope)), entry].any():
+                    return False
+        return True
+
+    # -- maximisation ----------------------------------------------------------------------
+
+    def maximise(
+        self,
+        *,
+        tolerance: float,
+        visit: Callable[[Point], bool],
+        enough: Callable[[float], bool],
+        start: FloatArray | None = None,
+        known: Sequence[Point] = (),
+        closed: FloatArray | None = None,
+        rounds: int = _MOST_ROUNDS,
+    ) -> Climb:
+        """Climb to the best prices.
+
+        Args:
+            tolerance: stop when the cutting planes leave at most this fraction to gain.
+            visit: called with every point; True stops the climb.
+            enough: called with the best value so far; True stops the climb.
+            start: prices to start from.
+            known: points whose plans are allowed here; their planes are used from the start.
+            closed: options that may not be taken, as for `evaluate`.
+            rounds: most points evaluated.
+        """
+        if start is None:
+            start = np.zeros(len(self.limit))
+            if self.deadline_s is None:
+                start[self.time_rows - 1] = 1.0
+        best = point = self.evaluate(start, closed)
+        if not math.isfinite(point.value):
+            return Climb(best=point, points=[], impossible=True)
+        points = [*known, point]
+        used = (point.excess > 0) | (start > 0)
+        if self.deadline_s is None:
+            used[: self.time_rows] = True
+        reach = (0.05 if not known else 0.01) * self._reference
+        ceiling = self._reference * (1 + 1e-6) + (0 if self.deadline_s is None else self._low())
+        for _ in range(rounds):
+            if visit(point) or enough(best.value) or not used.any():
+                break
+            prices, promise, at_edge = self._climb(points, best, used, reach)
+            gain = promise - best.value
+            if not at_edge and gain <= tolerance * max(abs(best.value), 1e-300):
+                break
+            point = self.evaluate(prices, closed)
+            points.append(point)
+            fresh = (point.excess > 0) & ~used
+            used |= fresh
+            if point.value > best.value:
+                if at_edge:
+                    reach *= 4.0
+                best = point
+                if best.value > ceiling:
+                    return Climb(best=best, points=points, impossible=True)
+            elif not fresh.any():
+                reach *= 0.5
+            if gain <= 1e-13 * max(abs(best.value), abs(promise), 1e-300) and not fresh.any():
+                break
+        return Climb(best=best, points=points, impossible=False)
+
+    def _low(self) -> float:
+        live = self.graph.column_of >= 0
+        return float(np.where(live, self.graph.perturbation, np.inf).min(axis=1).sum())
+
+    def _climb(
+        self, points: list[Point], best: Point, used: np.ndarray, reach: float
+    ) -> tuple[FloatArray, float, bool]:
+        """Maximise the cutting planes within `reach` of the best prices, over the used rows.
+
+        Returns:
+            The prices, the planes' value there, and whether they lie on the box's edge.
+        """
+        rows = np.flatnonzero(used)
+        center = best.prices[rows]
+        low, high = np.maximum(center - reach, 0.0), center + reach
+        builder = ProgramBuilder("cutting planes", named=False)
+        unit = self._reference
+        price = builder.add_columns(LazyNames(len(rows), list), lower=low / unit, upper=high / unit)
+        value = builder.add_columns(LazyNames(1, list), objective=-1.0, lower=-np.inf, upper=np.inf)
+        # value <= objective + sum prices x excess, for every plan seen.
+        excess = np.array([point.excess[rows] for point in points])
+        right = np.array([point.objective for point in points]) / unit
+        plane = builder.add_rows(LazyNames(len(points), list), lower=-np.inf, upper=right)
+        builder.add_entries(plane, np.broadcast_to(value, plane.shape), 1.0)
+        builder.add_entries(
+            np.repeat(plane, len(rows)), np.tile(price, len(points)), -excess.ravel()
+        )
+        if self.deadline_s is None:
+            one = builder.add_rows(LazyNames(1, list), lower=1.0 / unit, upper=1.0 / unit)
+            time = rows < self.time_rows
+            builder.add_entries(np.repeat(one, int(time.sum())), price[time], 1.0)
+        x = solve_linear(builder.build())
+        prices = np.zeros(len(used))
+        prices[rows] = np.maximum(x[price], 0.0) * unit
+        edge = (prices[rows] >= high * (1 - 1e-9)) | ((prices[rows] <= low) & (low > 0))
+        return prices, float(x[value][0]) * unit, bool(edge.any())

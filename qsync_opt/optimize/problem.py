@@ -1,0 +1,406 @@
+"""`AllocationProblem`: which precision each operator may run at, and what that costs.
+
+Sets: device kinds r with n_r workers and batch share a_r, operators o = 1..N in forward
+order, precisions p = 1..P, gradient buckets k = 1..K in launch order. The data is columnar:
+one array per quantity, one row per operator (or tensor), one column per precision. Arrays
+are read-only, the classes frozen, and everything is validated once, on construction, by
+`validation.validate`.
+
+Units: times in float seconds (`_s`), memory in whole bytes (`_bytes`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.optimize.arrays import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    bool_table,
+    finite_number,
+    float_table,
+    freeze,
+    int_table,
+    ragged,
+    whole_number,
+)
+from qsync_opt.precision import Precision
+
+#: In `SavedTensors.size_bytes`: no size was given for this dtype.
+NOT_GIVEN = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """A node of the forward graph.
+
+    Attributes:
+        name: unique name, usually the module's fully qualified name.
+        kind: what it computes (`conv2d`, `linear`, `relu`, ...); a label for people.
+        bucket: index of the gradient bucket its parameters are in, None without parameters.
+        follows: indices of the operators whose outputs decide its precision (a follower);
+            empty for an operator with a choice of its own, or with one option only.
+    """
+
+    name: str
+    kind: str
+    bucket: int | None = None
+    follows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """A gradient bucket of DDP, in launch order.
+
+    Attributes:
+        all_reduce_s: time of its all-reduce once every rank is ready.
+        size_bytes: bytes of gradient in it.
+    """
+
+    all_reduce_s: float
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CastTensors:
+    """Tensors handed from one operator to others, and what casting them costs (T tensors).
+
+    A cast from precision p (row: the producer's) to q (column: a consumer's) is paid once
+    per tensor and pair (p, q), however many consumers share it.
+
+    Attributes:
+        producer: operator index, shape [T].
+        consumer_start: consumers of tensor t are `consumers[start[t]:start[t + 1]]`, [T + 1].
+        consumers: operator indices, flat.
+        forward_s: cast of the activation, seconds, [T, P, P].
+        backward_s: cast of its gradient, paid just before the producer's backward, [T, P, P].
+    """
+
+    producer: IntArray
+    consumer_start: IntArray
+    consumers: IntArray
+    forward_s: FloatArray
+    backward_s: FloatArray
+
+    @staticmethod
+    def from_rows(
+        *,
+        producer: Sequence[int],
+        consumers: Sequence[Sequence[int]],
+        forward_s: object,
+        backward_s: object,
+        where: str = "tensors",
+    ) -> CastTensors:
+        """Build from one row per tensor; `forward_s` and `backward_s` are [T, P, P]."""
+        start, flat = ragged(consumers, f"{where}[*].consumers")
+        return CastTensors(
+            producer=int_table(producer, f"{where}[*].producer", 1),
+            consumer_start=start,
+            consumers=flat,
+            forward_s=float_table(forward_s, f"{where}[*].forward_s", 3),
+            backward_s=float_table(backward_s, f"{where}[*].backward_s", 3),
+        )
+
+    def __len__(self) -> int:
+        return len(self.producer)
+
+    def consumers_of(self, tensor: int) -> IntArray:
+        """The consumers of one tensor."""
+        return self.consumers[self.consumer_start[tensor] : self.consumer_start[tensor + 1]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SavedTensors:
+    """Tensors kept for backward, once per storage dtype that any saver asks for (S tensors).
+
+    A tensor is live from the forward of its first saver to the backward of its first saver.
+
+    Attributes:
+        saver_start: savers of tensor s are `savers[start[s]:start[s + 1]]`, [S + 1].
+        savers: operator indices, flat.
+        dtypes: the storage dtypes, one per column of `size_bytes`.
+        size_bytes: bytes of one copy in each dtype, `NOT_GIVEN` where no saver can ask for
+            it, [S, len(dtypes)].
+    """
+
+    saver_start: IntArray
+    savers: IntArray
+    dtypes: tuple[Precision, ...]
+    size_bytes: IntArray
+
+    @staticmethod
+    def from_rows(
+        *,
+        savers: Sequence[Sequence[int]],
+        size_bytes: object,
+        dtypes: Sequence[Precision],
+        where: str = "saved",
+    ) -> SavedTensors:
+        """Build from one row per tensor; `size_bytes` is [S, len(dtypes)]."""
+        start, flat = ragged(savers, f"{where}[*].savers")
+        table = int_table(size_bytes, f"{where}[*].bytes", 2)
+        if not len(savers):
+            table = np.zeros((0, len(dtypes)), dtype=np.int64)
+        return SavedTensors(
+            saver_start=start,
+            savers=flat,
+            dtypes=tuple(Precision(dtype) for dtype in dtypes),
+            size_bytes=freeze(table),
+        )
+
+    def __len__(self) -> int:
+        return len(self.saver_start) - 1
+
+    def savers_of(self, tensor: int) -> IntArray:
+        """The operators that save one tensor."""
+        return self.savers[self.saver_start[tensor] : self.saver_start[tensor + 1]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeviceKind:
+    """A kind of device: how many workers are of it and what each operator costs there.
+
+    Attributes:
+        name: unique name.
+        workers: how many ranks are of this kind.
+        batch_share: fraction of the global batch that one worker handles.
+        memory_bytes: memory a worker may use.
+        fixed_bytes: what is always taken: context, parameters, gradients, optimizer state.
+        optimizer_s: time of the optimizer step.
+        available: which precisions each operator has here, [N, P].
+        forward_s, backward_s: time of the operator, [N, P]; 0 where not available.
+        perturbation: variance the operator adds to this kind's gradient, [N, P].
+        forward_transient_bytes, backward_transient_bytes: memory held only while the
+            operator runs, [N, P]; None means none.
+        tensors: what is handed from operator to operator, with cast times.
+        saved: what is kept for backward.
+        pins: operator name -> precision it must have.
+    """
+
+    name: str
+    workers: int
+    batch_share: float
+    memory_bytes: int
+    fixed_bytes: int
+    optimizer_s: float
+    available: BoolArray
+    forward_s: FloatArray
+    backward_s: FloatArray
+    perturbation: FloatArray
+    tensors: CastTensors
+    saved: SavedTensors
+    forward_transient_bytes: IntArray | None = None
+    backward_transient_bytes: IntArray | None = None
+    pins: Mapping[str, Precision] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where = f"devices.{self.name}"
+        put = object.__setattr__
+        put(self, "workers", whole_number(self.workers, f"{where}.workers", least=1))
+        share = finite_number(self.batch_share, f"{where}.batch_share", positive=True)
+        put(self, "batch_share", share)
+        for name in ("memory_bytes", "fixed_bytes"):
+            put(self, name, whole_number(getattr(self, name), f"{where}.{name}", least=0))
+        put(self, "optimizer_s", finite_number(self.optimizer_s, f"{where}.optimizer_s"))
+        available = bool_table(self.available, f"{where}.available", 2)
+        put(self, "available", available)
+        for name in ("forward_s", "backward_s", "perturbation"):
+            table = float_table(getattr(self, name), f"{where}.{name}", 2)
+            if table.shape == available.shape:
+                table = freeze(np.where(available, table, 0.0))
+            put(self, name, table)
+        for name in ("forward_transient_bytes", "backward_transient_bytes"):
+            value = getattr(self, name)
+            if value is None:
+                value = np.zeros(available.shape, dtype=np.int64)
+            sizes = int_table(value, f"{where}.{name}", 2)
+            if sizes.shape == available.shape:
+                sizes = freeze(np.where(available, sizes, 0))
+            put(self, name, sizes)
+        pins = {}
+        for operator, precision in self.pins.items():
+            try:
+                pins[operator] = Precision(precision)
+            except ValueError:
+                known = ", ".join(p.value for p in Precision)
+                raise ProblemError(
+                    f"{where}.pins.{operator}", f"must be one of {known}", precision
+                ) from None
+        put(self, "pins", MappingProxyType(pins))
+
+    def arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """Every array with its name, in a fixed order: what is hashed and compared."""
+        for name in (
+            "available",
+            "forward_s",
+            "backward_s",
+            "perturbation",
+            "forward_transient_bytes",
+            "backward_transient_bytes",
+        ):
+            yield name, getattr(self, name)
+        for name in ("producer", "consumer_start", "consumers", "forward_s", "backward_s"):
+            yield f"tensors.{name}", getattr(self.tensors, name)
+        for name in ("saver_start", "savers"):
+            yield f"saved.{name}", getattr(self.saved, name)
+        given = [self.saved.dtypes.index(dtype) for dtype in _given_dtypes(self.saved)]
+        yield "saved.size_bytes", np.ascontiguousarray(self.saved.size_bytes[:, given])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields["pins"] = dict(self.pins)
+        return (_rebuild_device, (fields,))
+
+
+def _rebuild_device(fields: dict[str, object]) -> DeviceKind:
+    return DeviceKind(**fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AllocationProblem:
+    """One allocation problem: operators, buckets, device kinds, and the pace to keep.
+
+    Attributes:
+        name: a short name.
+        provenance: how the numbers came about.
+        precisions: the P columns of every table.
+        storage: dtype in which a saved tensor is kept at each precision, [P].
+        output: dtype that an operator at each precision hands on, [P].
+        operators: in forward order; backward order is its reverse.
+        buckets: in launch order.
+        groups: names of operators that must share a precision (tied or fused layers).
+        devices: the device kinds.
+        deadline_s: iteration time to keep; None asks for (1 + slack) x the fastest feasible.
+        slack: see `deadline_s`.
+
+    Raises:
+        ProblemError: any rule of the format is broken; names field, rule and value.
+    """
+
+    name: str
+    provenance: str
+    precisions: tuple[Precision, ...]
+    storage: tuple[Precision, ...]
+    output: tuple[Precision, ...]
+    operators: tuple[Operator, ...]
+    buckets: tuple[Bucket, ...]
+    devices: tuple[DeviceKind, ...]
+    groups: tuple[tuple[str, ...], ...] = ()
+    deadline_s: float | None = None
+    slack: float = 0.0
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        for name in ("precisions", "storage", "output"):
+            put(self, name, _precisions(getattr(self, name), name))
+        for name in ("operators", "buckets", "devices"):
+            put(self, name, tuple(getattr(self, name)))
+        put(self, "groups", tuple(tuple(group) for group in self.groups))
+        from qsync_opt.optimize.validation import validate  # reads this module's classes
+
+        validate(self)
+
+    @cached_property
+    def operator_index(self) -> Mapping[str, int]:
+        """Operator name -> index."""
+        return MappingProxyType({op.name: index for index, op in enumerate(self.operators)})
+
+    @cached_property
+    def operator_bucket(self) -> IntArray:
+        """Bucket index of every operator, -1 without one, [N]."""
+        buckets = (-1 if op.bucket is None else op.bucket for op in self.operators)
+        return freeze(np.fromiter(buckets, dtype=np.int64, count=len(self.operators)))
+
+    @cached_property
+    def device_index(self) -> Mapping[str, int]:
+        """Device kind -> index."""
+        return MappingProxyType({kind.name: index for index, kind in enumerate(self.devices)})
+
+    def weight(self, device: DeviceKind) -> float:
+        """n_r a_r^2: what one unit of this kind's perturbation adds to the objective.
+
+        The averaged gradient is sum_r n_r a_r g_r; independent noise of variance v on each
+        worker of kind r therefore adds n_r a_r^2 v (design, objective (0)).
+        """
+        return device.workers * device.batch_share**2
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the canonical problem: what the meaning of a plan depends on.
+
+        Covered: precisions, operators, buckets, groups and device kinds. Left out: name,
+        provenance, `deadline_s` and `slack`, so one plan can be judged at several paces.
+        Canonical form: a JSON header with sorted keys and no blanks, then every array as
+        little-endian bytes, each preceded by its name and shape.
+        """
+        digest = hashlib.sha256()
+        header = {
+            "format": "qsync-opt/problem",
+            "precisions": [p.value for p in self.precisions],
+            "storage": [p.value for p in self.storage],
+            "output": [p.value for p in self.output],
+            "operators": [
+                [o.name, o.kind, None if o.bucket is None else int(o.bucket), *map(int, o.follows)]
+                for o in self.operators
+            ],
+            "buckets": [[float(b.all_reduce_s), int(b.size_bytes)] for b in self.buckets],
+            "groups": [list(group) for group in self.groups],
+            "devices": [_device_header(device) for device in self.devices],
+        }
+        text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        digest.update(text.encode())
+        for device in self.devices:
+            for name, array in device.arrays():
+                digest.update(f"{name}{list(array.shape)}".encode())
+                digest.update(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AllocationProblem):
+            return NotImplemented
+        mine = (self.name, self.provenance, self.deadline_s, self.slack, self.sha256)
+        return mine == (other.name, other.provenance, other.deadline_s, other.slack, other.sha256)
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+
+def _precisions(values: Iterable[object], name: str) -> tuple[Precision, ...]:
+    result = []
+    for index, value in enumerate(values):
+        try:
+            result.append(Precision(value))
+        except ValueError:
+            known = ", ".join(p.value for p in Precision)
+            raise ProblemError(f"{name}[{index}]", f"must be one of {known}", value) from None
+    return tuple(result)
+
+
+def _device_header(device: DeviceKind) -> list[object]:
+    return [
+        device.name,
+        device.workers,
+        device.batch_share,
+        device.memory_bytes,
+        device.fixed_bytes,
+        device.optimizer_s,
+        [dtype.value for dtype in _given_dtypes(device.saved)],
+        sorted((name, precision.value) for name, precision in device.pins.items()),
+    ]
+
+
+def _given_dtypes(saved: SavedTensors) -> list[Precision]:
+    """Storage dtypes that some size is given for: a file says nothing of the others."""
+    given = (saved.size_bytes != NOT_GIVEN).any(axis=0)
+    return [dtype for dtype, has in zip(saved.dtypes, given.tolist(), strict=True) if has]
