@@ -30,7 +30,7 @@ INDEX_FORMAT = "qsync-opt/instances"
 INDEX_VERSION = 1
 REGENERATE = "python -m problems.build --only {name}"
 TABLE_BEGIN, TABLE_END = "<!-- table -->", "<!-- end of table -->"
-_RELATIVE_GAP = 1e-6
+_RELATIVE_GAP = 1e-9
 _TIME_LIMIT_S = 120.0
 #: What solving adds to an entry of the index.
 _SOLVED = ("objective", "bound", "gap", "deadline_s", "method", "plan")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    from qsync_opt.optimize.compare import ComparisonRow
+    from qsync_opt.optimize.comparison import ComparisonRow
     from qsync_opt.optimize.problem import AllocationProblem
     from qsync_opt.optimize.result import Progress, SolveParameters
 
@@ -39,16 +39,16 @@ def run_solve(arguments: argparse.Namespace) -> int:
     from qsync_opt.optimize.solve import solve
 
     problem = _paced(load_problem(arguments.problem), arguments)
-    hint = load_plan(arguments.hint) if arguments.hint else None
-    _check_folders(arguments.output)
-    with console.status_line() as progress:
+    hint = None if arguments.hint is None else load_plan(arguments.hint)
+    _check_targets(arguments.output)
+    with console.solving() as progress:
         result = solve(
             problem,
             method=arguments.method,
             parameters=_parameters(arguments, progress),
             hint=hint,
         )
-    if arguments.output and result.plan is not None:
+    if arguments.output is not None and result.plan is not None:
         save_plan(result.plan, arguments.output)
     if arguments.json:
         console.write_json(result)
@@ -82,7 +82,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from qsync_opt.optimize.compare import compare
 
     problem = _paced(load_problem(arguments.problem), arguments)
-    with console.status_line() as progress:
+    with console.solving() as progress:
         comparison = compare(
             problem, methods=arguments.methods, parameters=_parameters(arguments, progress)
         )
@@ -100,20 +100,20 @@ def run_pareto(arguments: argparse.Namespace) -> int:
     from qsync_opt.optimize.compare import pareto
     from qsync_opt.report import check_image, pareto_csv, plot_pareto
 
-    _check_folders(arguments.csv, arguments.plot)
-    if arguments.plot:
+    _check_targets(arguments.csv, arguments.plot)
+    if arguments.plot is not None:
         check_image(arguments.plot)
     problem = load_problem(arguments.problem)
-    with console.status_line() as progress:
+    with console.solving() as progress:
         curve = pareto(
             problem,
             slacks=arguments.slacks,
             methods=arguments.methods,
             parameters=_parameters(arguments, progress),
         )
-    if arguments.csv:
+    if arguments.csv is not None:
         write_atomically(arguments.csv, pareto_csv(curve).encode())
-    if arguments.plot:
+    if arguments.plot is not None:
         plot_pareto(curve, arguments.plot)
     if arguments.json:
         console.write_json(console.pareto_to_json(curve))
@@ -128,7 +128,9 @@ def run_explain(arguments: argparse.Namespace) -> int:
     from qsync_opt.files import load_problem
     from qsync_opt.optimize.explain import explain
 
-    explanation = explain(_paced(load_problem(arguments.problem), arguments))
+    problem = _paced(load_problem(arguments.problem), arguments)
+    with console.solving():
+        explanation = explain(problem)
     if arguments.json:
         console.write_json(explanation)
     else:
@@ -143,11 +145,15 @@ def run_export(arguments: argparse.Namespace) -> int:
     from qsync_opt.optimize.export import read_mps_solution, write_mps
 
     if (arguments.solution is None) != (arguments.plan is None):
-        given, missing = ("plan", "solution") if arguments.plan else ("solution", "plan")
+        given, missing = (
+            ("plan", "solution") if arguments.plan is not None else ("solution", "plan")
+        )
         raise ParameterError(missing, f"must be given with --{given}", None)
+    _check_targets(arguments.mps if arguments.solution is None else arguments.plan)
     problem = _paced(load_problem(arguments.problem), arguments)
     if arguments.solution is None:
-        write_mps(problem, arguments.mps, device=arguments.device)
+        with console.solving():  # the deadline may have to be found
+            write_mps(problem, arguments.mps, device=arguments.device)
         if arguments.json:
             console.write_json({"mps": arguments.mps, "device": arguments.device})
         else:
@@ -156,7 +162,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
     from qsync_opt.optimize.evaluate import evaluate
 
-    base = load_plan(arguments.base_plan) if arguments.base_plan else None
+    base = None if arguments.base_plan is None else load_plan(arguments.base_plan)
     plan = read_mps_solution(problem, arguments.mps, arguments.solution, base_plan=base)
     evaluation = evaluate(problem, plan)
     save_plan(plan, arguments.plan)
@@ -211,7 +217,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     plots = [folder / "pareto.png", folder / "pareto.svg"]
     for path in plots:
         check_image(path)
-    with console.status_line() as progress:
+    with console.solving() as progress:
         parameters = _parameters(arguments, progress)
         comparison = compare(problem, parameters=parameters)
         curve = pareto(problem, slacks=arguments.slacks, parameters=parameters)
@@ -250,10 +256,15 @@ def _exit_code(rows: Sequence[ComparisonRow]) -> int:
     return EXIT_PLAN if any(row.plan is not None for row in rows) else EXIT_NO_PLAN
 
 
-def _check_folders(*paths: str | None) -> None:
+def _check_targets(*paths: str | None) -> None:
     """Refuse a file that cannot be written before time is spent on what goes into it."""
-    for path in filter(None, paths):
-        folder = Path(path).parent
+    for path in paths:
+        if path is None:
+            continue
+        target = Path(path)
+        if target.exists() and not target.is_file():
+            raise FormatError(path, "must be a regular file", "something else")
+        folder = target.parent
         if not (folder.is_dir() and os.access(folder, os.W_OK)):
             raise FormatError(path, "must be in a folder that can be written", str(folder))
 

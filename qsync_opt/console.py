@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.plan import PrecisionPlan
 
 if TYPE_CHECKING:
-    from qsync_opt.optimize.compare import Comparison, ComparisonRow, ParetoCurve
+    from qsync_opt.optimize.comparison import Comparison, ComparisonRow, ParetoCurve
     from qsync_opt.optimize.evaluate import Evaluation
     from qsync_opt.optimize.explanation import Explanation
     from qsync_opt.optimize.problem import AllocationProblem
@@ -87,6 +88,42 @@ def _row_to_json(row: ComparisonRow) -> dict[str, object]:
 def write_json(value: object) -> None:
     """One JSON object and a newline on standard output."""
     sys.stdout.write(json.dumps(to_json(value), allow_nan=False) + "\n")
+
+
+@contextmanager
+def solving() -> Iterator[Callable[[Progress], None] | None]:
+    """Around every solve: gives a progress callback, and keeps standard output for the result."""
+    with _native_output_dropped(), status_line() as progress:
+        yield progress
+
+
+@contextmanager
+def _native_output_dropped() -> Iterator[None]:
+    """Drop what C code writes to descriptor 1: HiGHS prints lines that no option turns off."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # closed by the caller: there is nothing to keep clean
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        _flush_c_streams()
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _flush_c_streams() -> None:
+    """Write out what C has buffered, or it would come out with the result after all."""
+    import ctypes
+
+    # Where the C library cannot be reached by this call (Windows), its lines may come late.
+    with suppress(OSError, TypeError, AttributeError):
+        ctypes.CDLL(None).fflush(None)
 
 
 @contextmanager

@@ -166,7 +166,8 @@ def _to_saved(rows: list[SavedPart], storage: list[str], where: str) -> SavedTen
         rule = "must have only the keys " + ", ".join(dict.fromkeys(storage))
         raise FormatError(f"{where}[{index}].bytes", rule, odd)
     # Dtypes that no precision stores in stay, so that validation can tell what is wrong.
-    dtypes = [dtype for dtype in Precision if dtype.value in given or dtype.value in storage]
+    names = (*storage, *sorted(given))
+    dtypes = [Precision(name) for name in dict.fromkeys(names) if name in known]
     size_bytes: IntArray = np.full((len(rows), len(dtypes)), NOT_GIVEN, dtype=np.int64)
     for column, dtype in enumerate(dtypes):
         size_bytes[:, column] = [row.size_bytes.get(dtype.value, NOT_GIVEN) for row in rows]

@@ -58,7 +58,16 @@ class ParameterError(FieldError):
 
 
 class InfeasibleError(QsyncError, RuntimeError):
-    """A plan was asked of a result that has none; the message carries the reason."""
+    """A plan was asked for and there is none; the message carries the reason.
+
+    Args:
+        message: the reason, and what to do next.
+        proven: whether it is proven that no plan exists; else none was found.
+    """
+
+    def __init__(self, message: str, *, proven: bool = False) -> None:
+        self.proven = proven
+        super().__init__(message)
 
 
 class SolverUnavailableError(QsyncError, RuntimeError):

@@ -105,6 +105,9 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         # Anything else, such as a pipe or a terminal, could make the reader wait for ever.
         if target.exists() and not target.is_file():
             raise FormatError(str(target), "must be a regular file", "something else")
+        if target.exists() and target.stat().st_size > LARGEST_FILE_BYTES:
+            rule = f"must be at most {LARGEST_FILE_BYTES} bytes"
+            raise FormatError(str(target), rule, target.stat().st_size)
         with gzip.open(target) if target.suffix == ".gz" else target.open("rb") as stream:
             raw = stream.read(LARGEST_FILE_BYTES + 1)
     except (OSError, EOFError, ValueError, TypeError, zlib.error) as error:

@@ -15,7 +15,7 @@ from qsync_opt.files import write_atomically
 if TYPE_CHECKING:
     import os
 
-    from qsync_opt.optimize.compare import ParetoCurve
+    from qsync_opt.optimize.comparison import ParetoCurve
 
 _IMAGE_TYPES = (".png", ".svg", ".pdf")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")

@@ -34,6 +34,17 @@ def freeze(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array
 
 
+def own_array(value: object, field: str) -> npt.NDArray[Any]:
+    """An array that nobody else can change; `from_rows` turns lists into arrays.
+
+    Raises:
+        ProblemError: no array, or not one of numbers.
+    """
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
+        raise ProblemError(field, "must be an array of numbers (from_rows makes one)", value)
+    return freeze(value.copy()) if value.flags.writeable else value
+
+
 def float_table(value: object, field: str, dimensions: int) -> FloatArray:
     """A read-only float64 array with the given number of dimensions.
 
@@ -171,6 +182,8 @@ def ragged(rows: Sequence[Sequence[int]], field: str) -> tuple[IntArray, IntArra
     Raises:
         ProblemError: a row that is not a list, or an entry that is not a whole number.
     """
+    if not isinstance(rows, (list, tuple, np.ndarray)):
+        raise ProblemError(field, "must be a list of lists of operator indices", rows)
     if not all(issubclass(kind, (list, tuple, np.ndarray)) for kind in set(map(type, rows))):
         odd = next(row for row in rows if not isinstance(row, (list, tuple, np.ndarray)))
         raise ProblemError(field, "must be lists of operator indices", odd)

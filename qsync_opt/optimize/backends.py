@@ -20,6 +20,7 @@ import numpy as np
 
 from qsync_opt.errors import SolverUnavailableError
 from qsync_opt.optimize.arrays import FloatArray
+from qsync_opt.optimize.interrupter import Interrupter
 from qsync_opt.optimize.linear import LinearProgram, ProgramSolution
 
 #: CP-SAT gets whole numbers whose sums stay below this (google/or-tools#5293: 2^31 is unsafe).
@@ -42,7 +43,7 @@ def solve_program(
     absolute_gap: float = 0.0,
     threads: int = 1,
     seed: int = 0,
-    interrupter: Any = None,
+    interrupter: Interrupter | None = None,
 ) -> ProgramSolution:
     """Solve a mixed-integer program.
 
@@ -50,11 +51,13 @@ def solve_program(
         program: the program.
         solver: `highs`, `scip`, `cp_sat` or `cbc`.
         time_limit_s: wall-clock limit; None for none.
-        relative_gap, absolute_gap: stop within either gap.
+        relative_gap: stop when (objective - bound) / |objective| is at most this, or
+        absolute_gap: stop when objective - bound is at most this.
         threads: for solvers that take it (SCIP and CP-SAT are run with one thread, because
             more make their answer depend on chance; HiGHS through MathOpt refuses it).
         seed: for solvers that take one.
-        interrupter: a MathOpt `SolveInterrupter`, or None.
+        interrupter: stops CP-SAT and CBC. HiGHS takes no notice of MathOpt's interrupter, and
+            SCIP writes an error to the terminal where it is given one (both measured).
 
     Raises:
         SolverUnavailableError: the solver is missing, refuses the program, or crashed.
@@ -66,7 +69,7 @@ def solve_program(
     if solver == "cbc":
         from qsync_opt.optimize.cbc import solve_with_cbc
 
-        return solve_with_cbc(program, unit, time_limit_s, gaps, seed)
+        return solve_with_cbc(program, unit, time_limit_s, gaps, seed, interrupter)
     return _solve_math_opt(program, unit, solver, time_limit_s, gaps, seed, interrupter)
 
 
@@ -107,12 +110,24 @@ def _import_math_opt(solver: str) -> Any:
     return mathopt
 
 
-def _call(solver: str, mathopt: Any, model: Any, kind: Any, params: Any, interrupter: Any) -> Any:
+def _call(
+    solver: str,
+    mathopt: Any,
+    model: Any,
+    kind: Any,
+    params: Any,
+    interrupter: Interrupter | None = None,
+) -> Any:
     """`mathopt.solve` behind the one place that turns its failures into our error."""
+    from ortools.util.python.solve_interrupter import SolveInterrupter
+
     try:
-        return mathopt.solve(
-            mathopt.Model.from_model_proto(model), kind, params=params, interrupter=interrupter
-        )
+        made = mathopt.Model.from_model_proto(model)
+        if interrupter is None:
+            return mathopt.solve(made, kind, params=params)
+        own = SolveInterrupter()
+        with interrupter.calling(own.interrupt):
+            return mathopt.solve(made, kind, params=params, interrupter=own)
     except Exception as error:  # noqa: BLE001  # every refusal comes out as another type
         cause = error.__context__ if isinstance(error, AttributeError) else error
         reason = getattr(cause, "message", None) or str(cause or error)
@@ -128,7 +143,7 @@ def _solve_math_opt(
     time_limit_s: float | None,
     gaps: tuple[float, float],
     seed: int,
-    interrupter: Any,
+    interrupter: Interrupter | None,
 ) -> ProgramSolution:
     mathopt = _import_math_opt(solver)
     from ortools.math_opt.solvers import highs_pb2
@@ -160,7 +175,8 @@ def _solve_math_opt(
         program, objective, unit = _whole_numbers(program, unit)
         integer = np.ones(len(objective), dtype=np.bool_)
     model = _proto(program, objective, integer)
-    result = _call(solver, mathopt, model, kind, mathopt.SolveParameters(**options), interrupter)
+    heeded = interrupter if solver == "cp_sat" else None
+    result = _call(solver, mathopt, model, kind, mathopt.SolveParameters(**options), heeded)
     return _read(mathopt, result, unit, len(objective))
 
 
@@ -237,8 +253,31 @@ def solve_linear(program: LinearProgram) -> FloatArray:
     """
     mathopt = _import_math_opt("glop")
     model = _proto(program, program.objective, program.integer)
-    result = _call("glop", mathopt, model, mathopt.SolverType.GLOP, None, None)
+    result = _call("glop", mathopt, model, mathopt.SolverType.GLOP, None)
     answer = _read(mathopt, result, 1.0, len(program.objective))
     if answer.values is None:
         raise SolverUnavailableError("glop", f"no solution of {program.name}: {answer.message}")
     return answer.values
+
+
+def solve_relaxation(program: LinearProgram) -> tuple[FloatArray, FloatArray] | None:
+    """Values [C] and dual values [R] of a linear program (Glop); None if it is infeasible.
+
+    Raises:
+        SolverUnavailableError: Glop is missing or gives no answer.
+    """
+    mathopt = _import_math_opt("glop")
+    rows, columns = program.shape
+    model = _proto(program, program.objective, program.integer)
+    result = _call("glop", mathopt, model, mathopt.SolverType.GLOP, None)
+    reason = mathopt.TerminationReason
+    if result.termination.reason in (reason.INFEASIBLE, reason.INFEASIBLE_OR_UNBOUNDED):
+        return None
+    if result.termination.reason is not reason.OPTIMAL or not result.has_dual_feasible_solution():
+        detail = f"no solution of {program.name}: {result.termination.reason.name}"
+        raise SolverUnavailableError("glop", detail)
+    solution = result.solutions[0]
+    # Keys come in the order of their ids, which is the order of columns and rows.
+    values = np.fromiter(solution.primal_solution.variable_values.values(), np.float64, columns)
+    duals = np.fromiter(solution.dual_solution.dual_values.values(), np.float64, rows)
+    return values, duals

@@ -33,6 +33,7 @@ from qsync_opt.precision import Precision
 
 __all__ = [
     "UniformCandidate",
+    "best_uniform",
     "brute_force_columns",
     "brute_force_fastest",
     "greedy_columns",
@@ -119,13 +120,17 @@ def uniform_columns(
     problem: AllocationProblem, device: DeviceKind, deadline_s: float
 ) -> IntArray | None:
     """The best feasible plan of `uniform_candidates`; None if none is feasible."""
-    best: UniformCandidate | None = None
-    for candidate in uniform_candidates(problem, device, deadline_s):
-        if candidate.feasible and (
-            best is None or better_cost(_cost(candidate.evaluation), _cost(best.evaluation))
-        ):
-            best = candidate
+    best = best_uniform([c for c in uniform_candidates(problem, device, deadline_s) if c.feasible])
     return None if best is None else best.column
+
+
+def best_uniform(candidates: Sequence[UniformCandidate]) -> UniformCandidate | None:
+    """The candidate of least perturbation, then of least time, then the first; None of none."""
+    best: UniformCandidate | None = None
+    for candidate in candidates:
+        if best is None or better_cost(_cost(candidate.evaluation), _cost(best.evaluation)):
+            best = candidate
+    return best
 
 
 def _cost(evaluation: DeviceEvaluation) -> tuple[float, float]:

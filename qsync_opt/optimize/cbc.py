@@ -13,11 +13,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from qsync_opt.errors import FormatError, SolverUnavailableError
+from qsync_opt.optimize.interrupter import Interrupter
 from qsync_opt.optimize.linear import LinearProgram, ProgramSolution
 from qsync_opt.optimize.mps import write_linear_program
 from qsync_opt.optimize.mps_solution import read_solution
@@ -50,6 +52,7 @@ def solve_with_cbc(
     time_limit_s: float | None,
     gaps: tuple[float, float],
     seed: int,
+    interrupter: Interrupter | None = None,
 ) -> ProgramSolution:
     """Solve a program with its objective divided by `unit`, within (relative, absolute) gaps.
 
@@ -65,12 +68,12 @@ def solve_with_cbc(
         if time_limit_s is not None:
             command += ["-timeMode", "elapsed", "-seconds", repr(max(time_limit_s, 0.01))]
         command += ["-solve", "-solution", str(solution)]
-        run = subprocess.run(
-            command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-        )
-        if run.returncode < 0 or not solution.exists():
-            tail = (run.stdout.strip().splitlines() or ["no output"])[-1]
-            raise SolverUnavailableError("cbc", f"exit code {run.returncode}: {tail}", _REMEDY)
+        code, log = _run(command, interrupter)
+        if interrupter is not None and interrupter.stopped:
+            return _without_solution("unknown", "interrupted")
+        if code < 0 or not solution.exists():
+            tail = (log.strip().splitlines() or ["no output"])[-1]
+            raise SolverUnavailableError("cbc", f"exit code {code}: {tail}", _REMEDY)
         head = (solution.read_text().splitlines() or [""])[0]
         if "nfeasible" in head:
             return _without_solution("infeasible", head)
@@ -81,9 +84,11 @@ def solve_with_cbc(
             return _without_solution("unknown", head)
     objective = float(program.objective @ values)
     optimal = head.startswith("Optimal")
-    bound = _bound(run.stdout, unit)
-    if optimal and bound is None:
-        bound = objective - max(abs(objective) * gaps[0], gaps[1] * unit)
+    bound = _bound(log, unit)
+    if optimal:
+        # "Optimal" means within the gaps; the bound printed may be from before the last cut.
+        claimed = objective - max(abs(objective) * gaps[0], gaps[1] * unit)
+        bound = claimed if bound is None else max(bound, claimed)
     return ProgramSolution(
         status="optimal" if optimal else "feasible",
         values=values,
@@ -91,6 +96,26 @@ def solve_with_cbc(
         bound=-math.inf if bound is None else min(bound, objective),
         message=head,
     )
+
+
+def _run(command: list[str], interrupter: Interrupter | None) -> tuple[int, str]:
+    """Exit code and output of a command, which an interrupt ends."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # Ctrl-C in a terminal is ours to pass on
+    ) as process:
+        stopping = nullcontext() if interrupter is None else interrupter.calling(process.kill)
+        try:
+            with stopping:
+                log, _ = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, log
 
 
 def _without_solution(status: str, message: str) -> ProgramSolution:

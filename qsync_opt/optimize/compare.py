@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from qsync_opt.errors import InfeasibleError, ParameterError, SolverUnavailableError
-from qsync_opt.optimize.evaluate import Evaluation, evaluate
+from qsync_opt.optimize.comparison import Comparison, ComparisonRow, ParetoCurve, ParetoPoint
+from qsync_opt.optimize.evaluate import evaluate
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.optimize.result import (
     METHODS,
@@ -20,153 +21,13 @@ from qsync_opt.optimize.result import (
     relative_gap,
 )
 from qsync_opt.optimize.solve import find_deadline, solve
-from qsync_opt.plan import PrecisionPlan
+from qsync_opt.optimize.validation import LARGEST_SLACK
 
 #: Methods that start from a plan given to them and promise the best one: their front never
 #: gets worse as the deadline loosens.
 _EXACT = ("exact", "auto")
 
-#: The quantities of a row, as `Comparison.table` and `ParetoCurve.rows` give them.
-ROW_COLUMNS = (
-    "method",
-    "status",
-    "objective",
-    "bound",
-    "gap",
-    "ratio",
-    "iteration_time_s",
-    "peak_memory_bytes",
-    "solve_s",
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComparisonRow:
-    """What one method found; the numbers of a plan are None where it found none.
-
-    Attributes:
-        method: the method.
-        status: why it stopped.
-        reason: what went wrong or which fallback was taken, in words; empty otherwise.
-        objective: objective (0) of its plan.
-        bound: lower bound of the objective that the method itself proved.
-        gap: (objective - bound) / objective.
-        ratio: objective / best objective of any row; 1 for the best.
-        iteration_time_s: iteration time of the plan.
-        peak_memory_bytes: largest peak memory over the device kinds.
-        solve_s: wall-clock time of the method.
-        plan: the plan.
-        evaluation: what the plan costs, at the common deadline.
-    """
-
-    method: str
-    status: SolveStatus
-    reason: str
-    objective: float | None
-    bound: float | None
-    gap: float | None
-    ratio: float | None
-    iteration_time_s: float | None
-    peak_memory_bytes: int | None
-    solve_s: float
-    plan: PrecisionPlan | None
-    evaluation: Evaluation | None
-
-    def values(self) -> tuple[object, ...]:
-        """The row in the order of `ROW_COLUMNS`; the status by its name."""
-        picked = [getattr(self, name) for name in ROW_COLUMNS]
-        picked[ROW_COLUMNS.index("status")] = self.status.name
-        return tuple(picked)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """The methods side by side.
-
-    Attributes:
-        problem: name of the problem.
-        deadline_s: the iteration time all were held to; None if no plan fits the memory.
-        rows: one per method, in the order asked.
-        bound: the best lower bound that any method proved; None without one.
-        parameters: the options used.
-    """
-
-    problem: str
-    deadline_s: float | None
-    rows: tuple[ComparisonRow, ...]
-    bound: float | None
-    parameters: SolveParameters
-
-    @property
-    def best(self) -> ComparisonRow | None:
-        """The row of smallest objective, the first among equals; None without any plan."""
-        found = [row for row in self.rows if row.objective is not None]
-        return min(found, key=_objective) if found else None
-
-    def table(self) -> list[tuple[object, ...]]:
-        """The rows as plain tuples, in the order of `ROW_COLUMNS`."""
-        return [row.values() for row in self.rows]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParetoPoint:
-    """The comparison at one slack.
-
-    Attributes:
-        slack: the deadline is (1 + slack) x the fastest feasible iteration time.
-        deadline_s: that deadline; None if no plan fits the memory.
-        comparison: the methods held to it.
-    """
-
-    slack: float
-    deadline_s: float | None
-    comparison: Comparison
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParetoCurve:
-    """Perturbation against iteration time.
-
-    Attributes:
-        problem: name of the problem.
-        fastest_time_s: iteration time of the fastest plan that fits the memory; None if none.
-        points: by rising slack.
-    """
-
-    problem: str
-    fastest_time_s: float | None
-    points: tuple[ParetoPoint, ...]
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of what `rows` gives."""
-        return ("slack", "deadline_s", *ROW_COLUMNS)
-
-    def rows(self) -> list[tuple[object, ...]]:
-        """One plain tuple per point and method, in the order of `columns`."""
-        return [
-            (point.slack, point.deadline_s, *row)
-            for point in self.points
-            for row in point.comparison.table()
-        ]
-
-    def front(self, method: str) -> list[tuple[float, float]]:
-        """(iteration time, objective) of one method's plans, by rising slack.
-
-        Raises:
-            ParameterError: the curve has no such method.
-        """
-        rows = [row for point in self.points for row in point.comparison.rows]
-        if method not in {row.method for row in rows}:
-            known = ", ".join(dict.fromkeys(row.method for row in rows))
-            raise ParameterError("method", f"must be one of {known}", method)
-        return [
-            (row.iteration_time_s, row.objective)
-            for row in rows
-            if row.method == method
-            and row.iteration_time_s is not None
-            and row.objective is not None
-        ]
+_NOT_RUN = "not run: interrupted"
 
 
 def compare(
@@ -177,7 +38,8 @@ def compare(
 ) -> Comparison:
     """Solve one problem with several methods, all held to the same deadline.
 
-    A method that finds nothing, or whose solver fails, gives a row that says so.
+    A method that finds nothing, or whose solver fails, gives a row that says so. After
+    Ctrl-C no further method is run: the rows of those have the status INTERRUPTED.
 
     Args:
         problem: the problem; where it gives a slack, the deadline is found once.
@@ -188,12 +50,9 @@ def compare(
         ParameterError: no method, an unknown one, or one twice.
     """
     _check_methods(methods)
-    try:
-        deadline_s = find_deadline(problem, parameters=parameters)
-    except InfeasibleError as error:
-        return _nothing(problem, methods, parameters, None, SolveStatus.INFEASIBLE, str(error))
-    except SolverUnavailableError as error:
-        return _nothing(problem, methods, parameters, None, SolveStatus.SOLVER_ERROR, str(error))
+    deadline_s, status, reason = _deadline(problem, parameters)
+    if deadline_s is None:
+        return _nothing(problem, methods, parameters, status, reason)
     return _compare_at(problem, deadline_s, methods, parameters, {})
 
 
@@ -208,7 +67,7 @@ def pareto(
 
     An exact method starts each slack from its plan at the tighter one, and keeps that plan
     where the new solve, stopped by a gap or a limit, found none better: its front never
-    rises.
+    rises. After Ctrl-C the points of the remaining slacks are left out.
 
     Args:
         problem: the problem; its own `deadline_s` and `slack` are not used.
@@ -222,29 +81,24 @@ def pareto(
     _check_methods(methods)
     ordered = _checked_slacks(slacks)
     free = replace(problem, deadline_s=None, slack=0.0)
-    fastest: float | None = None
-    status, reason = SolveStatus.INFEASIBLE, ""
-    try:
-        fastest = find_deadline(free, parameters=parameters)
-    except InfeasibleError as error:
-        reason = str(error)
-    except SolverUnavailableError as error:
-        status, reason = SolveStatus.SOLVER_ERROR, str(error)
+    fastest, status, reason = _deadline(free, parameters)
     points = []
     previous: dict[str, ComparisonRow] = {}
     for slack in ordered:
         deadline_s = None if fastest is None else (1.0 + slack) * fastest
         if deadline_s is None:
-            comparison = _nothing(free, methods, parameters, None, status, reason)
+            comparison = _nothing(free, methods, parameters, status, reason)
         else:
             comparison = _compare_at(free, deadline_s, methods, parameters, previous)
         previous = {row.method: row for row in comparison.rows}
         points.append(ParetoPoint(slack=slack, deadline_s=deadline_s, comparison=comparison))
+        if any(row.status is SolveStatus.INTERRUPTED for row in comparison.rows):
+            break
     return ParetoCurve(problem=problem.name, fastest_time_s=fastest, points=tuple(points))
 
 
 def _check_methods(methods: Sequence[str]) -> None:
-    if isinstance(methods, str) or not methods:
+    if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
         raise ParameterError("methods", "must be a list of at least one method", methods)
     for method in methods:
         if method not in METHODS:
@@ -254,15 +108,33 @@ def _check_methods(methods: Sequence[str]) -> None:
 
 
 def _checked_slacks(slacks: Sequence[float]) -> list[float]:
-    if isinstance(slacks, str) or len(slacks) == 0:
+    if isinstance(slacks, str) or not isinstance(slacks, Sequence) or not slacks:
         raise ParameterError("slacks", "must be a list of at least one slack", slacks)
     for slack in slacks:
         number = isinstance(slack, (int, float)) and not isinstance(slack, bool)
-        if not (number and math.isfinite(slack) and slack >= 0):
-            raise ParameterError("slacks", "must be finite numbers >= 0", slack)
+        if not (number and 0 <= slack <= LARGEST_SLACK):
+            raise ParameterError("slacks", f"must be numbers from 0 to {LARGEST_SLACK:g}", slack)
     if len(set(slacks)) < len(slacks):
         raise ParameterError("slacks", "must be unique", list(slacks))
     return sorted(float(slack) for slack in slacks)
+
+
+def _deadline(
+    problem: AllocationProblem, parameters: SolveParameters
+) -> tuple[float | None, SolveStatus, str]:
+    """The common deadline; without one, the status of every row and the reason."""
+    try:
+        return find_deadline(problem, parameters=parameters), SolveStatus.OPTIMAL, ""
+    except KeyboardInterrupt:
+        return None, SolveStatus.INTERRUPTED, _NOT_RUN
+    except (InfeasibleError, SolverUnavailableError) as error:
+        return None, _failure(error), str(error)
+
+
+def _failure(error: InfeasibleError | SolverUnavailableError) -> SolveStatus:
+    if isinstance(error, SolverUnavailableError):
+        return SolveStatus.SOLVER_ERROR
+    return SolveStatus.INFEASIBLE if error.proven else SolveStatus.NO_PLAN_FOUND
 
 
 def _compare_at(
@@ -275,16 +147,19 @@ def _compare_at(
     """The comparison at a deadline; `previous` holds the rows of a tighter one."""
     # A plan's hash leaves out the deadline, so the plans stay plans of the problem given.
     held = replace(problem, deadline_s=deadline_s, slack=0.0)
-    rows = []
+    rows: list[ComparisonRow] = []
     for method in methods:
+        if any(row.status is SolveStatus.INTERRUPTED for row in rows):
+            rows.append(_empty_row(method, SolveStatus.INTERRUPTED, _NOT_RUN))
+            continue
         before = previous.get(method) if method in _EXACT else None
         hint = None if before is None else before.plan
         try:
             row = _row(method, solve(held, method=method, parameters=parameters, hint=hint))
-        except InfeasibleError as error:
-            row = _empty_row(method, SolveStatus.INFEASIBLE, str(error))
-        except SolverUnavailableError as error:
-            row = _empty_row(method, SolveStatus.SOLVER_ERROR, str(error))
+        except KeyboardInterrupt:
+            row = _empty_row(method, SolveStatus.INTERRUPTED, "")
+        except (InfeasibleError, SolverUnavailableError) as error:
+            row = _empty_row(method, _failure(error), str(error))
         rows.append(row if before is None else _better(held, before, row, parameters))
     return _comparison(held, deadline_s, rows, parameters)
 
@@ -339,7 +214,7 @@ def _better(
     gap = relative_gap(before.objective, row.bound)
     proven = gap is not None and gap <= parameters.relative_gap
     status = row.status
-    if proven:
+    if proven and status is not SolveStatus.INTERRUPTED:
         status = SolveStatus.OPTIMAL
     elif row.plan is None and status is SolveStatus.INFEASIBLE:
         status = SolveStatus.NO_PLAN_FOUND  # the plan of the tighter deadline refutes it
@@ -360,12 +235,11 @@ def _nothing(
     problem: AllocationProblem,
     methods: Sequence[str],
     parameters: SolveParameters,
-    deadline_s: float | None,
     status: SolveStatus,
     reason: str,
 ) -> Comparison:
     rows = [_empty_row(method, status, reason) for method in methods]
-    return _comparison(problem, deadline_s, rows, parameters)
+    return _comparison(problem, None, rows, parameters)
 
 
 def _comparison(
@@ -391,7 +265,3 @@ def _ratio(objective: float | None, best: float | None) -> float | None:
     if objective == best:
         return 1.0
     return objective / best if best else math.inf
-
-
-def _objective(row: ComparisonRow) -> float:
-    return math.inf if row.objective is None else row.objective

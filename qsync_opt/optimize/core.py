@@ -27,7 +27,10 @@ from qsync_opt.optimize.lagrangian import Lagrangian
 from qsync_opt.optimize.linear import LazyNames, LinearProgram, ProgramBuilder
 
 #: Items of the largest program that is built; beyond it the edge-flow form is smaller.
-_MOST_ITEMS = 40_000
+_MOST_ITEMS = 12_000
+
+#: Items compared with each other at once.
+_BLOCK = 64
 
 #: Entries of the largest table of items by rows.
 _MOST_CELLS = 20_000_000
@@ -147,24 +150,26 @@ class _Items:
         graph, lagrangian = self._lagrangian.graph, self._lagrangian
         count = len(self.component)
         rows = lagrangian.time_rows
-        objective = np.zeros(count)
+        objective: FloatArray = np.zeros(count)
         use = np.zeros((count, len(lagrangian.limit)))
         operators = np.arange(len(graph.variable_of))
         item, operator = self._pairs(graph.variable_of[:, None], operators)
         option = self._option(item, graph.variable_of[operator], base)
         if lagrangian.deadline_s is not None:
             gained = graph.perturbation[operator, option]
-            objective = np.bincount(item, weights=gained, minlength=count)
+            objective += np.bincount(item, weights=gained, minlength=count)
         self._add_time(
-            use, item, operator, graph.forward_s[operator, option], graph.backward_s[operator, option]
+            use,
+            item,
+            operator,
+            graph.forward_s[operator, option],
+            graph.backward_s[operator, option],
         )
         place = np.searchsorted(lagrangian.points, operator)
         place = np.minimum(place, max(len(lagrangian.points) - 1, 0))
         if len(lagrangian.points):
             at = np.flatnonzero(lagrangian.points[place] == operator)
-            np.add.at(
-                use, (item[at], rows + place[at]), graph.transient[operator[at], option[at]]
-            )
+            np.add.at(use, (item[at], rows + place[at]), graph.transient[operator[at], option[at]])
         kept = np.zeros((count, len(lagrangian.points) + 1))
         for table, scope in lagrangian.scoped_tables():
             item, line = self._pairs(scope, np.arange(len(scope)))
@@ -208,9 +213,7 @@ class _Items:
         for row, first in enumerate(self._lagrangian.first.tolist()):
             counts = operator >= first
             use[:, row] += forward
-            use[:, row] += np.bincount(
-                item[counts], weights=backward_s[counts], minlength=count
-            )
+            use[:, row] += np.bincount(item[counts], weights=backward_s[counts], minlength=count)
 
 
 def components(lagrangian: Lagrangian) -> IntArray:
@@ -305,10 +308,28 @@ def _undominated(items: _Items, objective: FloatArray, use: FloatArray) -> IntAr
     for c in range(len(items.first) - 1):
         rows = np.arange(items.first[c], items.first[c + 1])
         cost = np.column_stack([objective[rows], use[rows]])
-        order = np.lexsort(cost.T[::-1])
-        front: list[int] = []
-        for index in order.tolist():
-            if not front or not (cost[front] <= cost[index]).all(axis=1).any():
-                front.append(index)
-        kept.append(rows[np.sort(front)])
+        cost = cost[order := np.lexsort(cost.T[::-1])]
+        rows = rows[order]
+        # Sorted so, an item can only be beaten by one before it.
+        front = np.zeros((0, cost.shape[1]))
+        chosen: list[IntArray] = []
+        for start in range(0, len(rows), _BLOCK):
+            block, mine = cost[start : start + _BLOCK], rows[start : start + _BLOCK]
+            free = np.logical_not(_beaten(front, block))
+            block, mine = block[free], mine[free]
+            inner = (block[None, :, :] <= block[:, None, :]).all(axis=2)
+            free = ~np.tril(inner, -1).any(axis=1)
+            front = np.vstack([front, block[free]])
+            chosen.append(mine[free])
+        kept.append(np.sort(np.concatenate(chosen)))
     return np.concatenate(kept)
+
+
+def _beaten(front: FloatArray, block: FloatArray) -> BoolArray:
+    """Which rows of `block` are matched or beaten by a row of `front`, [len(block)]."""
+    beaten: BoolArray = np.zeros(len(block), dtype=np.bool_)
+    for start in range(0, len(front), 8 * _BLOCK):
+        part = front[start : start + 8 * _BLOCK]
+        no_worse: BoolArray = np.all(part[None, :, :] <= block[:, None, :], axis=2)
+        beaten |= no_worse.any(axis=1)
+    return beaten

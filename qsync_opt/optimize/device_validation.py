@@ -115,7 +115,7 @@ def _validate_tensors(problem: AllocationProblem, device: DeviceKind, where: str
         )
     for name in ("forward_s", "backward_s"):
         table = getattr(tensors, name)
-        if table.shape != (count, columns, columns) and (count or table.size):
+        if table.shape != (count, columns, columns):
             rule = f"must have shape {[count, columns, columns]} (tensors x P x P)"
             raise ProblemError(f"{where}[*].{name}", rule, list(table.shape))
         if (odd := _first(_refused(table))) is not None:

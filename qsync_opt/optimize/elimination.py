@@ -175,9 +175,9 @@ class Elimination:
             self.copy_of.append(self.copy_of[v])
             of[copy] = {}
             for table in members:
-                scope, cell = tables[table]
+                before, cell = tables[table]
                 # The copy takes v's place; cells keep their order, so the position must too.
-                tables[table] = (tuple(copy if u == v else u for u in scope), cell)
+                tables[table] = (tuple(copy if u == v else u for u in before), cell)
                 if 0 <= table < len(self.scopes):
                     self.scopes[table] = tables[table][0]
                 del of[v][table]
@@ -283,7 +283,8 @@ class Elimination:
                 rest = outside[batch.target : batch.target + size]
             else:
                 own = buffer[batch.target : batch.target + size]
-                rest = np.where(np.isfinite(own), value - np.where(np.isfinite(own), own, 0), np.inf)
+                live = np.isfinite(own)
+                rest = np.where(live, value - np.where(live, own, 0), np.inf)
             belief = table + rest
             shaped = belief.reshape(self.columns, len(batch.variable), -1)
             result[batch.variable] = shaped.min(axis=2).T

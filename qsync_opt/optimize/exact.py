@@ -4,13 +4,15 @@
 2. Those plans, the caller's starts, and plans from raised prices, polished by local moves,
    give an incumbent U.
 3. With the best prices, the least cost of every plan that uses a given option is known
-   (`Elimination.conditional_minima`). Options for which it is not below U (1 - gap) are
-   dropped: no plan that uses one can be better than the incumbent by more than the gap.
-4. What remains open is solved as a mixed-integer program, smallest part first: options are
-   let in by rising conditional minimum until the program has about `_FIRST_CORE` open
-   choices (a core, after Pisinger, 1995, but with a proof: no plan outside the core is
-   better than the threshold). Its solution improves U, which drops more options; then the
-   threshold is raised until it meets U (1 - gap).
+   (`Elimination.conditional_minima`). Options for which it is not below the target
+   U (1 - gap) are dropped: no plan that uses one is better by more than the gap.
+4. Where few choices stay open, they are solved as a multiple-choice knapsack over the small
+   components they fall into (`core`, `knapsack`; a core after Pisinger, 1995): by branch and
+   bound, and by the back end with its cuts where that takes long.
+5. Where many stay open, a few large operators separate L from the optimum: branch on the one
+   whose likely options differ most, which lifts the Lagrangian of both sides, and go on
+   from 3 (Lagrangian branch and bound, Geoffrion, 1974). A small core (the choices nearest
+   to equal) improves U at every node.
 
 Every plan is verified by `evaluate_device`; one that a solver's tolerance let through is cut
 off by a row and the program solved again.
@@ -18,6 +20,7 @@ off by a row and the program solved again.
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -29,27 +32,53 @@ from qsync_opt.errors import SolverUnavailableError
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
 from qsync_opt.optimize.backends import solve_program
 from qsync_opt.optimize.baselines import improve_columns
-from qsync_opt.optimize.core import find_core
+from qsync_opt.optimize.core import Core, find_core
 from qsync_opt.optimize.evaluate import TIME_TOLERANCE, allowed_columns, evaluate_device
 from qsync_opt.optimize.factors import FactorGraph
 from qsync_opt.optimize.formulation import formulate
+from qsync_opt.optimize.interrupter import Interrupter
 from qsync_opt.optimize.knapsack import KnapsackSearch
-from qsync_opt.optimize.lagrangian import Lagrangian, Point
+from qsync_opt.optimize.lagrangian import Climb, Lagrangian, Point
 from qsync_opt.optimize.linear import LinearProgram, ProgramSolution, without_plan
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.optimize.result import SolveStatus
 
-#: Reads (precision columns, columns that are 1) from a program's solution.
-_Reader = Callable[[FloatArray], tuple[IntArray, IntArray]]
+#: A program, its reader (values -> precision columns, columns that are 1), what one unit of
+#: its objective is worth, and what its objective lacks.
+_Program = tuple[LinearProgram, Callable[[FloatArray], tuple[IntArray, IntArray]], float, float]
 
 #: Part of the gap that a back end may leave: rounding and the objective's change take the rest.
 _OWN_GAP = 0.9
 
-#: Open choices in the first mixed-integer program; later ones are four times larger.
-_FIRST_CORE = 60
+#: Part of the gap that a back end may leave: rounding and the objective's change take the rest.
+_OWN_GAP = 0.9
+
+#: Nodes of the knapsack search before the back end, which has cuts, is given the knapsack.
+_MOST_NODES = 400
+
+#: Growth of the core from one program to the next.
+_GROWTH = 3
+
+#: Open choices in the core that looks for better plans, and in one that a proof is left to.
+_SMALL_CORE = 60
+_LARGE_CORE = 400
+
+#: Nodes of the knapsack search in such cores.
+_SMALL_NODES = 100
+_LARGE_NODES = 300
+
+#: Nodes of the branching on large operators before all is left to the back end.
+_MOST_BRANCHINGS = 60
+
+#: Points that a node of it may evaluate.
+_NODE_ROUNDS = 25
 
 #: Steps of the search for prices that give a feasible plan.
 _RAISES = 8
+
+#: Temperature of the likelihood that branching goes by, as a fraction of the room to prune:
+#: low, because only splitting options that are all but tied lifts the Lagrangian.
+_SOFTNESS = 0.02
 
 #: Plans cut off before a solver is given up on: each is a plan that its tolerance let through.
 _MOST_CUTS = 100
@@ -90,7 +119,8 @@ class KindSolver:
         time_left: seconds left, or None for no limit.
         stop: whether to give up now.
         report: called with (phase, objective, bound) as the work goes on.
-        plain: skip steps 1 to 3.
+        plain: give the whole program to the back end at once.
+        interrupter: makes the back end stop soon.
     """
 
     def __init__(
@@ -106,12 +136,12 @@ class KindSolver:
         stop: Callable[[], bool],
         report: Callable[[str, float | None, float | None], None],
         plain: bool = False,
-        interrupter: object = None,
+        interrupter: Interrupter | None = None,
     ) -> None:
         self._problem, self._device = problem, device
         self._deadline_s = deadline_s
         # A little less than asked, so that rounding cannot push the proven gap above it.
-        self._gap = relative_gap * (1 - 1e-6)
+        self._gap = relative_gap - min(0.4 * relative_gap, 8 * _ROUNDING)
         self._solver, self._seed = solver, seed
         self._time_left, self._stop, self._report = time_left, stop, report
         self._plain, self._interrupter = plain, interrupter
@@ -132,9 +162,8 @@ class KindSolver:
             objective = part.perturbation
             if part.iteration_time_s > self._deadline_s * (1 + TIME_TOLERANCE):
                 return False
-        if self._best is not None:
-            if (objective, part.iteration_time_s) >= self._best[:2]:
-                return False
+        if self._best is not None and (objective, part.iteration_time_s) >= self._best[:2]:
+            return False
         self._best = (objective, part.iteration_time_s, column)
         return True
 
@@ -148,8 +177,7 @@ class KindSolver:
         return upper - max(self._gap, _ROUNDING) * abs(upper) if math.isfinite(upper) else math.inf
 
     def _closed(self) -> bool:
-        reached = self._bound + 2 * _ROUNDING * abs(self._bound)
-        return reached >= self._target() or self._bound >= self._upper
+        return self._bound + 6 * _ROUNDING * abs(self._bound) >= self._target()
 
     def _out_of_time(self) -> bool:
         left = self._time_left()
@@ -157,8 +185,12 @@ class KindSolver:
 
     # -- the whole -------------------------------------------------------------------------
 
-    def solve(self, starts: Sequence[IntArray]) -> KindSolution:
+    def solve(self, starts: Sequence[IntArray], graph: FactorGraph | None = None) -> KindSolution:
         """Solve, from plans that may or may not be feasible.
+
+        Args:
+            starts: precision columns, [N] each.
+            graph: the kind's tables, where the caller has them already.
 
         Raises:
             SolverUnavailableError: the back end failed; the incumbent is lost to the caller
@@ -167,22 +199,25 @@ class KindSolver:
         for column in starts:
             self.offer(column)
         domain = allowed_columns(self._problem, self._device)
-        graph = FactorGraph(self._problem, self._device, domain)
+        if graph is None:
+            graph = FactorGraph(self._problem, self._device, domain)
         if not graph.feasible:
             return self._finish(SolveStatus.INFEASIBLE)
         if self._plain:
-            return self._solve_core(domain, math.inf)
+            self._bound = self._solve_program(self._flow_program(domain), math.inf)
+            return self._finish(None)
         began = time.perf_counter()
         lagrangian = Lagrangian(graph, self._deadline_s)
         self._statistics["variables"] = float((graph.allowed.sum(axis=1) > 1).sum())
         self._statistics["exact_tables"] = float(lagrangian.exact)
         self._statistics["graph_s"] = time.perf_counter() - began
-        point, impossible = self._climb(lagrangian)
+        climb = self._climb(lagrangian)
         self._statistics["bound_s"] = time.perf_counter() - began
-        if impossible:
+        if climb.impossible:
             return self._finish(SolveStatus.INFEASIBLE)
-        self._raise_prices(lagrangian, point)
-        self._polish()
+        self._raise_prices(lagrangian, climb.best)
+        if not lagrangian.exact:
+            self._polish()  # the cores that would find better plans need exact tables
         self._statistics["heuristic_s"] = time.perf_counter() - began
         self._statistics["first_gap"] = (
             (self._upper - self._bound) / abs(self._upper) if self._best and self._upper else 0.0
@@ -190,7 +225,7 @@ class KindSolver:
         self._report("bounds and heuristics", self._objective(), self._bound)
         if self._closed() or self._out_of_time():
             return self._finish(None)
-        result = self._close(lagrangian, point)
+        result = self._close(lagrangian, climb)
         self._statistics["total_s"] = time.perf_counter() - began
         return result
 
@@ -215,6 +250,8 @@ class KindSolver:
             # A verified plan contradicts the proof: believe the plan, claim nothing.
             status, self._bound = SolveStatus.TIME_LIMIT, -math.inf
         bound = math.inf if status is SolveStatus.INFEASIBLE else min(self._bound, self._upper)
+        if self._upper - bound <= 10 * _ROUNDING * abs(self._upper):
+            bound = self._upper  # equal but for rounding
         return KindSolution(
             status=status,
             column=None if self._best is None else self._best[2],
@@ -225,7 +262,7 @@ class KindSolver:
 
     # -- steps 1 and 2 ---------------------------------------------------------------------
 
-    def _climb(self, lagrangian: Lagrangian) -> tuple[Point, bool]:
+    def _climb(self, lagrangian: Lagrangian) -> Climb:
         rounds = 0
 
         def visit(point: Point) -> bool:
@@ -243,7 +280,7 @@ class KindSolver:
         climb = lagrangian.maximise(tolerance=tolerance, visit=visit, enough=enough)
         enough(climb.best.value)
         self._statistics["rounds"] = float(rounds)
-        return climb.best, climb.impossible
+        return climb
 
     def _own_rows(self, lagrangian: Lagrangian) -> int:
         """Rows that a plan may break: none of time's where time is the objective."""
@@ -270,53 +307,160 @@ class KindSolver:
 
     def _polish(self) -> None:
         if self._best is None or self._deadline_s is None or self._closed():
-            return
+            return  # nothing to polish, or nothing to gain
         column = improve_columns(
             self._problem, self._device, self._deadline_s, self._best[2], self._out_of_time
         )
         if column is not None:
             self.offer(column)
 
-    # -- steps 3 and 4 ---------------------------------------------------------------------
+    # -- steps 3 to 5 ----------------------------------------------------------------------
 
-    def _close(self, lagrangian: Lagrangian, point: Point) -> KindSolution:
-        graph = lagrangian.graph
-        least = lagrangian.elimination.conditional_minima(lagrangian.costs(point.prices))
+    def _close(self, lagrangian: Lagrangian, root: Climb) -> KindSolution:
+        """Branch until every node's choices are few, and solve those."""
+        free = np.zeros(lagrangian.graph.allowed.shape)
+        queue = [(root.best.value, 0, free, root)]
+        sequence, done = 1, math.inf  # lowest bound of the nodes that are finished
+        while queue:
+            value, _, closed, climb = heapq.heappop(queue)
+            self._bound = max(self._bound, min(done, value))
+            self._report("branching", self._objective(), self._bound)
+            if self._closed() or self._out_of_time():
+                return self._finish(None)
+            self._count("branchings")
+            least = self._conditional(lagrangian, climb.best, closed)
+            self._improve(lagrangian, climb.best, least)
+            whole = self._statistics["branchings"] > _MOST_BRANCHINGS
+            bound = self._settle(lagrangian, climb.best, least, whole)
+            if bound is not None:
+                done = min(done, max(bound, value))
+                continue
+            for side in self._split(lagrangian, least, value):
+                there = closed + side
+                child = self._climb_from(lagrangian, climb, there)
+                if not child.impossible:
+                    worth = max(child.best.value, value)
+                    heapq.heappush(queue, (worth, sequence, there, child))
+                    sequence += 1
+        self._bound = max(self._bound, done)
+        return self._finish(None)
+
+    def _conditional(self, lagrangian: Lagrangian, point: Point, closed: FloatArray) -> FloatArray:
+        """Lower bound of every plan that uses an option, [V, P]."""
+        least = lagrangian.elimination.conditional_minima(lagrangian.costs(point.prices, closed))
         least = least - lagrangian.constant(point.prices)
         # Sums in another order differ by rounding; never drop an option because of it.
         least -= _ROUNDING * np.abs(point.value)
-        least = np.where(graph.allowed, least, math.inf)
-        size = _FIRST_CORE
-        while True:
-            target = self._target()
-            threshold = min(target, self._core_threshold(least, size))
-            keep = least < threshold
-            whole = threshold >= target
-            self._statistics["open"] = float((keep.sum(axis=1) > 1).sum())
-            self._count("cores")
-            if not keep.any(axis=1).all():
-                self._bound = max(self._bound, threshold)  # no plan is below it
-            else:
-                began = time.perf_counter()
-                solution = self._solve_core(
-                    self._domain(graph, keep), threshold, (point.prices, lagrangian.points)
-                )
-                self._statistics["core_s"] = (
-                    self._statistics.get("core_s", 0.0) + time.perf_counter() - began
-                )
-                if solution.status is SolveStatus.SOLVER_ERROR:
-                    return solution
-            self._report("core", self._objective(), self._bound)
-            if self._closed() or self._out_of_time():
-                return self._finish(None)
-            if whole and self._target() >= target:
-                return self._finish(None)
-            size *= 4
+        return np.where(lagrangian.graph.allowed, least, math.inf)
+
+    def _improve(self, lagrangian: Lagrangian, point: Point, least: FloatArray) -> None:
+        """Look for better plans among the choices that are nearest to equal."""
+        threshold = self._core_threshold(least, _SMALL_CORE)
+        if self._deadline_s is None or threshold >= self._target():
+            return
+        keep = least < threshold
+        if not keep.any(axis=1).all():
+            return
+        found = self._core(lagrangian, point, keep, threshold)
+        if found is not None:
+            core, column_of, prices = found
+            self._search(core, column_of, prices, threshold, _SMALL_NODES)
+
+    def _settle(
+        self, lagrangian: Lagrangian, point: Point, least: FloatArray, whole: bool
+    ) -> float | None:
+        """Solve a node whose open choices are few (or all that is left, if `whole`).
+
+        Returns:
+            A lower bound of the node's plans, or None if it should be branched on.
+        """
+        target = self._target()
+        keep = least < target
+        self._statistics["open"] = float((keep.sum(axis=1) > 1).sum())
+        if not keep.any(axis=1).all():
+            return target  # no plan of the node is below it
+        if self._statistics["open"] > _LARGE_CORE and not whole:
+            return None
+        began = time.perf_counter()
+        found = self._core(lagrangian, point, keep, target)
+        self._count("core_s", time.perf_counter() - began)
+        if found is None:
+            few = self._statistics["open"] <= _SMALL_CORE
+            if not (whole or few or self._deadline_s is None):
+                return None
+            return self._solve_program(
+                self._flow_program(self._domain(lagrangian.graph, keep)), target
+            )
+        core, column_of, prices = found
+        if self._deadline_s is not None:
+            bound, complete = self._search(core, column_of, prices, target, _LARGE_NODES)
+            self._count("core_s", time.perf_counter() - began)
+            if complete or self._out_of_time():
+                return bound
+        program, unit = core.program()
+
+        def read(values: FloatArray) -> tuple[IntArray, IntArray]:
+            items = core.chosen(values)
+            return column_of(items), items
+
+        return self._solve_program((program, read, unit, core.constant), target)
+
+    def _split(self, lagrangian: Lagrangian, least: FloatArray, value: float) -> list[FloatArray]:
+        """Two masks that close options: the variable whose likely options differ most."""
+        graph = lagrangian.graph
+        room = max(self._target() - value, 1e-12 * abs(value)) if self._best else abs(value)
+        weight = np.where(least < self._target(), np.exp((value - least) / room / _SOFTNESS), 0.0)
+        total = weight.sum(axis=1, keepdims=True)
+        share = weight / np.where(total > 0, total, 1.0)
+        cost = np.zeros(graph.allowed.shape)
+        amounts = graph.forward_s + graph.backward_s if self._deadline_s is None else None
+        np.add.at(cost, graph.variable_of, graph.perturbation if amounts is None else amounts)
+        mean = (share * cost).sum(axis=1, keepdims=True)
+        spread = (share * np.abs(cost - mean)).sum(axis=1)
+        spread[(weight > 0).sum(axis=1) < 2] = -1.0
+        pick = int(spread.argmax())
+        options = np.flatnonzero(weight[pick] > 0)
+        options = options[np.argsort(cost[pick, options], kind="stable")]
+        split = int(np.searchsorted(cost[pick, options], mean[pick, 0], side="right"))
+        split = min(max(split, 1), len(options) - 1)
+        sides = []
+        for part in (options[:split], options[split:]):
+            closed = np.zeros(graph.allowed.shape)
+            closed[pick] = math.inf
+            closed[pick, part] = 0.0
+            sides.append(closed)
+        return sides
+
+    def _climb_from(self, lagrangian: Lagrangian, parent: Climb, closed: FloatArray) -> Climb:
+        """The best bound of a node, from its parent's prices and those of its plans that stay."""
+        rows = np.arange(len(lagrangian.graph.allowed))
+        known = [
+            point
+            for point in parent.points
+            if np.isfinite(closed[rows, point.options[: len(rows)]]).all()
+        ]
+
+        def visit(point: Point) -> bool:
+            if not (point.excess[self._own_rows(lagrangian) :] > 0).any():
+                self.offer(lagrangian.graph.operator_columns(point.options))
+            return self._out_of_time()
+
+        return lagrangian.maximise(
+            tolerance=max(self._gap * 0.1, 1e-9),
+            visit=visit,
+            enough=lambda value: value >= self._target(),
+            start=parent.best.prices,
+            known=known,
+            closed=closed,
+            rounds=_NODE_ROUNDS,
+        )
 
     @staticmethod
     def _core_threshold(least: FloatArray, size: int) -> float:
         """Threshold below which about `size` variables have a second option."""
-        second = np.sort(least, axis=1)[:, 1] if least.shape[1] > 1 else np.full(len(least), np.inf)
+        if least.shape[1] < 2:
+            return math.inf
+        second = np.sort(least, axis=1)[:, 1]
         second = np.sort(second[np.isfinite(second)])
         return float(second[size]) if len(second) > size else math.inf
 
@@ -329,39 +473,77 @@ class KindSolver:
             domain[live, graph.column_of[live, option]] = True
         return domain
 
-    def _solve_core(
-        self,
-        domain: BoolArray,
-        threshold: float,
-        priced: tuple[FloatArray, IntArray] | None = None,
-    ) -> KindSolution:
-        """The program over some options; no plan outside them is below `threshold`.
+    def _core(
+        self, lagrangian: Lagrangian, point: Point, keep: BoolArray, threshold: float
+    ) -> tuple[Core, Callable[[IntArray], IntArray], FloatArray] | None:
+        """The knapsack over some options, its reader, and its prices; None if too large."""
+        if not lagrangian.exact:
+            return None
+        graph = lagrangian.graph.restricted(keep)
+        if not graph.feasible:
+            return None
+        reduced = Lagrangian(graph, self._deadline_s, lagrangian.points)
+        core = find_core(reduced, point.prices, threshold)
+        if core is None:
+            return None
+        self._statistics["classes"] = float(len(core.knapsack.start) - 1)
+        self._statistics["items"] = float(len(core.knapsack.cost))
 
-        Args:
-            domain: the options, [N, P].
-            threshold: see above.
-            priced: the best prices and the memory points they belong to; with them the
-                knapsack over components is tried before the edge-flow form.
+        def column_of(items: IntArray) -> IntArray:
+            return graph.operator_columns(core.options(items))
+
+        return core, column_of, (point.prices / reduced.scale)[core.rows]
+
+    def _search(
+        self,
+        core: Core,
+        column_of: Callable[[IntArray], IntArray],
+        prices: FloatArray,
+        threshold: float,
+        most_nodes: int,
+    ) -> tuple[float, bool]:
+        """Search a core: lower bound of its plans and those left out, and whether it ended."""
+
+        def accept(items: IntArray) -> bool:
+            column = column_of(items)
+            return self.offer(column) or self._verified(column)
+
+        solution = KnapsackSearch(
+            core.knapsack,
+            prices=prices,
+            # A plan above the threshold is welcome too: it may be the best there is.
+            target=self._target() - core.constant,
+            # Of the bound, not of the incumbent: a better plan makes the gap allowed smaller.
+            gap=self._gap * max(self._bound, 0.0),
+            most_nodes=most_nodes,
+            stop=self._out_of_time,
+            accept=accept,
+        ).solve()
+        self._count("nodes", solution.nodes)
+        bound = core.constant + solution.bound
+        return min(bound - _ROUNDING * abs(bound), threshold), solution.complete
+
+    def _solve_program(self, built: _Program, threshold: float) -> float:
+        """Let the back end solve a program, and verify what it proposes.
+
+        Returns:
+            A lower bound of its plans and of those left out, which are not below `threshold`.
         """
-        if priced is not None:
-            found = self._search(domain, threshold, *priced)
-            if found is not None:
-                return found
-        program, read, unit, constant = self._program(domain)
-        for cuts in range(_MOST_CUTS):
+        program, read, unit, constant = built
+        bound = -math.inf
+        for _ in range(_MOST_CUTS):
             answer = self._run(program, unit, constant, threshold)
             self._count("programs")
             if answer.status == "infeasible":
-                self._bound = max(self._bound, threshold)
-                return self._finish(None)
+                return threshold
             if math.isfinite(answer.bound):
-                bound = constant + answer.bound * unit
-                self._bound = max(self._bound, min(bound - _ROUNDING * abs(bound), threshold))
+                proven = constant + answer.bound * unit
+                bound = max(bound, min(proven - _ROUNDING * abs(proven), threshold))
             if answer.values is None:
-                return self._finish(None)
+                return bound
             column, chosen = read(answer.values)
             if self.offer(column) or self._verified(column):
-                return self._finish(None)
+                return bound
             self._count("cuts")
             program = without_plan(program, chosen)
         raise SolverUnavailableError(
@@ -370,39 +552,8 @@ class KindSolver:
             "Choose another with SolveParameters(solver=...)",
         )
 
-    def _search(
-        self, domain: BoolArray, threshold: float, prices: FloatArray, points: IntArray
-    ) -> KindSolution | None:
-        """Solve what is left as a knapsack over components; None where that does not work."""
-        graph = FactorGraph(self._problem, self._device, domain)
-        lagrangian = Lagrangian(graph, self._deadline_s, points)
-        core = find_core(lagrangian, prices, threshold) if lagrangian.exact else None
-        if core is None or self._deadline_s is None:
-            return None
-        self._statistics["classes"] = float(len(core.knapsack.start) - 1)
-        self._statistics["items"] = float(len(core.knapsack.cost))
-
-        def accept(items: IntArray) -> bool:
-            column = graph.operator_columns(core.options(items))
-            self.offer(column)
-            return self._verified(column)
-
-        search = KnapsackSearch(
-            core.knapsack,
-            prices=(prices / lagrangian.scale)[None, core.rows],
-            target=min(threshold, self._target()) - core.constant,
-            gap=self._gap * abs(min(threshold, self._upper)),
-            stop=self._out_of_time,
-            accept=accept,
-        )
-        solution = search.solve()
-        self._statistics["nodes"] = self._statistics.get("nodes", 0.0) + solution.nodes
-        bound = core.constant + solution.bound
-        self._bound = max(self._bound, min(bound - _ROUNDING * abs(bound), threshold))
-        return self._finish(None) if solution.complete or self._out_of_time() else None
-
-    def _program(self, domain: BoolArray) -> tuple[LinearProgram, _Reader, float, float]:
-        """The edge-flow program, its reader, its objective's unit and constant."""
+    def _flow_program(self, domain: BoolArray) -> _Program:
+        """The edge-flow program over some options."""
         built = formulate(
             self._problem,
             deadline_s=self._deadline_s,
@@ -413,14 +564,14 @@ class KindSolver:
         )
         ((_, choices),) = built.choices
 
-        def read_choices(values: FloatArray) -> tuple[IntArray, IntArray]:
+        def read(values: FloatArray) -> tuple[IntArray, IntArray]:
             ((_, column),) = built.read(values)
             return column, np.unique(choices[np.arange(len(column)), column])
 
-        return built.program, read_choices, built.objective_unit, 0.0
+        return built.program, read, built.objective_unit, 0.0
 
-    def _count(self, name: str) -> None:
-        self._statistics[name] = self._statistics.get(name, 0.0) + 1.0
+    def _count(self, name: str, amount: float = 1.0) -> None:
+        self._statistics[name] = self._statistics.get(name, 0.0) + amount
 
     def _verified(self, column: IntArray) -> bool:
         """Whether the plan keeps every budget (it may be no better than the incumbent)."""
@@ -433,10 +584,9 @@ class KindSolver:
     def _run(
         self, program: LinearProgram, unit: float, constant: float, threshold: float
     ) -> ProgramSolution:
-        # The gap is a fraction of the whole objective, of which the program may hold a part.
-        whole = min(self._upper, threshold)
-        if not math.isfinite(whole):
-            whole = constant
+        # The gap is a fraction of the whole objective, of which the program may hold a part;
+        # of its bound, because a better plan makes the gap allowed smaller.
+        whole = max(self._bound, constant, 0.0)
         return solve_program(
             program,
             solver=self._solver,

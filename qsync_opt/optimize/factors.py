@@ -84,8 +84,22 @@ class FactorGraph:
     def __init__(self, problem: AllocationProblem, device: DeviceKind, domain: BoolArray) -> None:
         self.problem, self.device = problem, device
         self.columns = len(problem.precisions)
-        self.exact = True
         self._make_variables(domain)
+        self._make_tables()
+
+    def restricted(self, keep: BoolArray) -> FactorGraph:
+        """The same variables with only some options left, [V, P]."""
+        graph = object.__new__(FactorGraph)
+        graph.problem, graph.device, graph.columns = self.problem, self.device, self.columns
+        graph.variable_of, graph._raw_column_of = self.variable_of, self._raw_column_of
+        graph._promotions = self._promotions
+        graph._take(self.allowed & keep)
+        graph._make_tables()
+        return graph
+
+    def _make_tables(self) -> None:
+        self.exact = True
+        device = self.device
         rows = np.arange(len(self.variable_of))[:, None]
         pick = np.maximum(self.column_of, 0)
         live = self.column_of >= 0
@@ -145,11 +159,16 @@ class FactorGraph:
             variable_of[o], column_of[o] = variable, column
         self.variable_of, self.allowed = variable_of, np.array(allowed)
         self._narrow(column_of, handed, promoted)
-        self.column_of = np.where(self.allowed[variable_of], column_of, -1)
-        self._options = self.allowed.sum(axis=1)
-        #: The only option of a variable without a choice.
-        self.only = self.allowed.argmax(axis=1)
         self._raw_column_of = column_of
+        self._take(self.allowed)
+
+    def _take(self, allowed: BoolArray) -> None:
+        """Set the options left and what follows from them."""
+        self.allowed = allowed
+        self.column_of = np.where(allowed[self.variable_of], self._raw_column_of, -1)
+        self._options = allowed.sum(axis=1)
+        #: The only option of a variable without a choice.
+        self.only = allowed.argmax(axis=1)
 
     def _narrow(self, column_of: IntArray, handed: IntArray, promoted: int) -> None:
         """Drop options of a promoted follower that its inputs can never hand on together."""
@@ -207,7 +226,8 @@ class FactorGraph:
         for position in range(arity):
             mine = scope[:, position] == variable
             option[mine] = digits[position]
-        return np.maximum(self._raw_column_of[operator[:, None], option], 0)
+        column: IntArray = np.maximum(self._raw_column_of[operator[:, None], option], 0)
+        return column
 
     def _by_length(self, start: IntArray, flat: IntArray) -> list[IntArray]:
         """A ragged list as columns padded with -1, [rows] each."""
@@ -335,30 +355,24 @@ class FactorGraph:
         column_of_dtype = {dtype: index for index, dtype in enumerate(problem.precisions)}
         handed = np.array([column_of_dtype.get(dtype, -1) for dtype in problem.output])
         promoted = column_of_dtype.get(PROMOTED, -1)
-        by_shape: dict[tuple[int, int], list[tuple[int, IntArray]]] = {}
+        by_fan_in: dict[int, list[int]] = {}
         for o in self._promotions:
-            sources = problem.operators[o].follows
-            ((_, scope),) = self._scopes([np.array([o]), *(np.array([u]) for u in sources)])
-            if size ** scope.shape[1] > LARGEST_TABLE:
-                self.exact = False  # leaving the rule out can only lower the minimum
-                continue
-            by_shape.setdefault((scope.shape[1], len(sources)), []).append((o, scope[0]))
-        for (_, fan_in), entries in by_shape.items():
-            follower = np.array([o for o, _ in entries])
-            scope = np.stack([scope for _, scope in entries])
-            codes = np.stack(
-                [
-                    handed[
-                        self._column_in(
-                            np.array([problem.operators[o].follows[j] for o, _ in entries]), scope
-                        )
-                    ]
-                    for j in range(fan_in)
-                ]
-            )
-            result = np.where((codes == codes[0]).all(axis=0), codes[0], promoted)
-            blocked = result != self._column_in(follower, scope)
-            self._tables.append(Tables(scope=scope, operator=follower, blocked=blocked))
+            by_fan_in.setdefault(len(problem.operators[o].follows), []).append(o)
+        for fan_in, operators in by_fan_in.items():
+            followers = np.array(operators)
+            sources = np.array([problem.operators[o].follows for o in operators]).T
+            for picked, scope in self._scopes([followers, *sources]):
+                if size ** scope.shape[1] > LARGEST_TABLE:
+                    self.exact = False  # leaving the rule out can only lower the minimum
+                    continue
+                codes = np.stack(
+                    [handed[self._column_in(sources[j][picked], scope)] for j in range(fan_in)]
+                )
+                result = np.where((codes == codes[0]).all(axis=0), codes[0], promoted)
+                blocked = result != self._column_in(followers[picked], scope)
+                self._tables.append(
+                    Tables(scope=scope, operator=followers[picked], blocked=blocked)
+                )
 
     # -- reading ---------------------------------------------------------------------------
 

@@ -35,8 +35,10 @@ any solver's tolerance, so a budget exceeded by one byte is seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 
 import numpy as np
 
@@ -171,6 +173,12 @@ class _KindPart:
     def _name(self, letter: str, *parts: object) -> str:
         return f"{letter}[{self._device.name},{','.join(str(part) for part in parts)}]"
 
+    def _names(self, letter: str, *parts: IntArray | str) -> Iterator[str]:
+        """One name per entry of the arrays; bound by `partial`, made in `build`."""
+        lists = [repeat(part) if isinstance(part, str) else part.tolist() for part in parts]
+        for row in zip(*lists, strict=False):
+            yield self._name(letter, *row)
+
     def _row(self, parts: tuple[object, ...], *, lower: float, upper: float) -> IntArray:
         letter, *rest = parts
         return self._builder.add_rows(
@@ -264,7 +272,8 @@ class _KindPart:
         same = self._lead[u] == self._lead[v]
         pairs &= ~same[:, None, None] | np.eye(size, dtype=np.bool_)
         priced = (tensors.forward_s + tensors.backward_s) > 0
-        pairs &= (pairs & priced[owner]).any(axis=(1, 2))[:, None, None]
+        useful = np.asarray((pairs & priced[owner]).any(axis=(1, 2)), dtype=np.bool_)
+        pairs &= useful[:, None, None]
         edge, p, q = np.nonzero(pairs)
         by_consumer = (self._count[u] == 1)[edge] | same[edge]
         by_producer = ~by_consumer & (self._count[v] == 1)[edge]
@@ -299,13 +308,9 @@ class _KindPart:
             key, inverse = np.unique(edge * size + side, return_inverse=True)
             line, choice = np.divmod(key, size)
             rows = self._builder.add_rows(
-                # Made in `build`: bind what this turn of the loop means.
                 LazyNames(
                     len(line),
-                    lambda letter=letter, line=line, choice=choice: (
-                        self._name(letter, owner[e], v[e], a)
-                        for e, a in zip(line.tolist(), choice.tolist(), strict=True)
-                    ),
+                    partial(self._names, letter, owner[line], v[line], choice),
                 ),
                 lower=0.0,
                 upper=0.0,
@@ -379,21 +384,11 @@ class _KindPart:
                 continue
             copies = np.full(len(saved), _NO_COLUMN, dtype=np.int64)
             copies[shared] = self._builder.add_columns(
-                LazyNames(
-                    len(shared),
-                    lambda shared=shared, dtype=dtype: (
-                        self._name("k", tensor, dtype.value) for tensor in shared.tolist()
-                    ),
-                ),
+                LazyNames(len(shared), partial(self._names, "k", shared, dtype.value)),
             )
             both = np.flatnonzero(~alone)
             rows = self._builder.add_rows(
-                LazyNames(
-                    len(both),
-                    lambda both=both, who=who, dtype=dtype: (
-                        self._name("keep", who[i], dtype.value, i) for i in both.tolist()
-                    ),
-                ),
+                LazyNames(len(both), partial(self._names, "keep", who[both], dtype.value, both)),
                 lower=0.0,
                 upper=np.inf,
             )
@@ -472,7 +467,7 @@ class _KindPart:
 def add_byte_rows(
     builder: ProgramBuilder, label: str, columns: IntArray, sizes: IntArray, budget: int
 ) -> None:
-    """sizes . columns <= budget in whole bytes, exact to the byte (see the module)."""
+    """Require sizes . columns <= budget in whole bytes, exact to the byte (see the module)."""
     keep = sizes > 0
     columns, sizes = columns[keep], sizes[keep]
     unit = int(np.gcd.reduce(sizes)) if len(sizes) else 1

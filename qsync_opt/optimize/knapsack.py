@@ -3,13 +3,13 @@
     minimise  sum_c w[i_c]   over one item i_c per class c,
     subject to  sum_c u[i_c, r] <= capacity_r   for every row r.
 
-Bounds are Lagrangian: for prices y >= 0,  sum_c min_i (w_i + y . u_i) - y . capacity.  With
-few rows a bound costs microseconds, so a node tries all prices that served before and then
-takes subgradient steps of Polyak's length towards the value that would prune it (Polyak,
-1969). Branching fixes the class whose items differ most in what they use while being nearly
-equal in reduced cost: the few large items, whose fractions are what separates the bound from
-the optimum. What is left then is fine-grained, and changing one or two classes closes the
-gap from above.
+Bounds are Lagrangian: for prices y >= 0,  D(y) = sum_c min_i (w_i + y . u_i) - y . capacity,
+which at its best equals the linear relaxation. With few rows it is found by Newton's method on
+the smooth function in which each minimum is a soft minimum at temperature t (Nesterov, 2005);
+the exact D is evaluated along the way, so the bound is valid whatever the temperature. The
+soft choices are the relaxation's fractions: branching splits the class whose fractions spread
+the most cost, the large items that separate the bound from the optimum. What is left then is
+fine-grained, and changing one or two classes closes the gap from above.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ import numpy as np
 
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
 
-#: Subgradient steps at a node.
-_MOST_STEPS = 24
+#: Newton steps at one temperature.
+_STEPS_PER_TEMPERATURE = 4
 
-#: Prices remembered: all are tried at every node.
-_MOST_PRICES = 24
+#: Temperatures tried at a node, and the first as a fraction of what the bound has to rise.
+_TEMPERATURES = 3
+_HOTTEST = 0.1
+
+#: Times a step may be shortened.
+_MOST_HALVINGS = 6
+
+#: Temperature of the likelihood that branching goes by, as a fraction of the room to prune.
+_SOFTNESS = 0.5
 
 #: Items that are combined in pairs, those of least reduced cost.
 _MOST_PAIRED = 256
-
-#: Nodes before giving up.
-_MOST_NODES = 20_000
 
 #: Every so many nodes the pairs are tried again.
 _PAIRS_EVERY = 16
@@ -74,14 +78,57 @@ class KnapsackSolution:
     nodes: int
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Soft:
+    """The bound at some prices.
+
+    Attributes:
+        prices: in units of cost, [R].
+        value: D, exact.
+        smooth: D with soft minima.
+        reduced: reduced cost of every item, [n].
+        share: soft choice of every item, [n].
+    """
+
+    prices: FloatArray
+    value: float
+    smooth: float
+    reduced: FloatArray
+    share: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Node:
+    """A node after bounding.
+
+    Attributes:
+        open: its items, ascending, [n].
+        start: first place of every class in `open`, [C].
+        value: bound.
+        prices: that give it.
+        reduced: reduced cost of every item, 0 for the best of its class, [n].
+        share: fraction of every item in the relaxation, [n].
+        items: the minimising item of every class, [C].
+    """
+
+    open: IntArray
+    start: IntArray
+    value: float
+    prices: FloatArray
+    reduced: FloatArray
+    share: FloatArray
+    items: IntArray
+
+
 class KnapsackSearch:
     """The search; see the module.
 
     Args:
         problem: the knapsack.
-        prices: prices to start from, one set a row, [n, R].
+        prices: prices to start from, [R].
         target: solutions that cost at least this are not wanted.
         gap: stop once the best solution found is within this of the bound.
+        most_nodes: nodes before giving up.
         stop: whether to give up now.
         accept: a last check of a solution; one that fails it is passed over.
     """
@@ -93,17 +140,19 @@ class KnapsackSearch:
         prices: FloatArray,
         target: float,
         gap: float,
+        most_nodes: int,
         stop: Callable[[], bool],
         accept: Callable[[IntArray], bool],
     ) -> None:
         self._problem, self._stop, self._accept = problem, stop, accept
-        self._first = problem.start[:-1]
-        self._counts = np.diff(problem.start)
-        self._class = np.repeat(np.arange(len(self._first)), self._counts)
-        self._prices = [row for row in np.maximum(prices, 0.0)]
+        self._class = np.repeat(np.arange(len(problem.start) - 1), np.diff(problem.start))
         largest = np.abs(problem.use).max(axis=0, initial=0.0)
+        # Rows in units of their largest use, so that prices are in units of cost.
         self._scale = np.where(largest > 0, largest, 1.0)
-        self._target, self._gap = target, gap
+        self._use = problem.use / self._scale
+        self._capacity = problem.capacity / self._scale
+        self._start_prices = np.maximum(prices, 0.0) * self._scale
+        self._target, self._gap, self._most_nodes = target, gap, most_nodes
         self._best: IntArray | None = None
         self._cost = np.inf
         self._nodes = 0
@@ -115,42 +164,39 @@ class KnapsackSearch:
 
     def solve(self) -> KnapsackSolution:
         """Run the search."""
-        open_ = np.ones(len(self._class), dtype=np.bool_)
-        queue: list[tuple[float, int, BoolArray]] = [(-np.inf, 0, open_)]
+        everything = np.arange(len(self._class))
+        queue: list[tuple[float, int, IntArray, FloatArray]] = [
+            (-np.inf, 0, everything, self._start_prices)
+        ]
         sequence, complete, bound = 1, True, np.inf
         while queue:
-            lowest, _, open_ = heapq.heappop(queue)
+            lowest, _, open_, prices = heapq.heappop(queue)
             if lowest >= self._cutoff:
                 bound = min(bound, lowest)
                 continue
-            if self._nodes >= _MOST_NODES or self._stop():
+            if self._nodes >= self._most_nodes or self._stop():
                 complete = False
                 bound = min(bound, lowest)
                 break
             self._nodes += 1
-            value, reduced, items = self._bound(open_)
-            if value >= self._cutoff:
-                bound = min(bound, value)
+            node = self._bound(open_, prices)
+            if node.value < self._cutoff:
+                self._complete(node)
+            if node.value >= self._cutoff:
+                bound = min(bound, node.value)
                 continue
-            self._complete(reduced, items, open_)
-            if value >= self._cutoff:
-                bound = min(bound, value)
+            # What is left out of the children costs at least this much.
+            possible = node.reduced < self._cutoff - node.value
+            bound = min(bound, node.value + float(node.reduced[~possible].min(initial=np.inf)))
+            children = self._branch(node, possible)
+            if not children:
+                # Every class has one item left, and the node's minimiser is the only solution.
+                if self._keeps(node.items):
+                    bound = min(bound, float(self._problem.cost[node.items].sum()))
                 continue
-            # What branching leaves out costs at least this much.
-            dropped = reduced[open_ & (reduced >= self._cutoff - value)]
-            bound = min(bound, value + float(dropped.min(initial=np.inf)))
-            branched = self._branch(reduced, open_, value)
-            if branched is None:
-                # No class has a choice left: its only solution was seen by `_complete`.
-                if (self._problem.use[items].sum(axis=0) <= self._problem.capacity).all():
-                    bound = min(bound, float(self._problem.cost[items].sum()))
-                continue
-            for child, least in branched:
-                if least < self._cutoff:
-                    heapq.heappush(queue, (least, sequence, child))
-                    sequence += 1
-                else:
-                    bound = min(bound, least)
+            for child, least in children:
+                heapq.heappush(queue, (least, sequence, child, node.prices))
+                sequence += 1
         return KnapsackSolution(
             items=self._best,
             cost=self._cost,
@@ -159,108 +205,180 @@ class KnapsackSearch:
             nodes=self._nodes,
         )
 
+    def _keeps(self, items: IntArray) -> bool:
+        return bool((self._problem.use[items].sum(axis=0) <= self._problem.capacity).all())
+
     # -- bounds ----------------------------------------------------------------------------
 
-    def _bound(self, open_: BoolArray) -> tuple[float, FloatArray, IntArray]:
-        """Best bound found at a node, reduced costs there, and the minimising items."""
-        problem = self._problem
-        cost = np.where(open_, problem.cost, np.inf)
-        table = np.array(self._prices)
-        priced = cost[:, None] + problem.use @ table.T
-        least = np.minimum.reduceat(priced, self._first, axis=0)
-        values = least.sum(axis=0) - table @ problem.capacity
-        pick = int(values.argmax())
-        prices, best = table[pick], float(values[pick])
-        best_prices = prices
-        best_priced, best_least = priced[:, pick], least[:, pick]
-        value, current, floor = best, best_priced, best_least
-        goal = self._cutoff
-        slack_step = 1.0
-        for _ in range(_MOST_STEPS):
-            if best >= goal or not np.isfinite(value):
-                break
-            items = self._minimisers(current, floor)
-            slope = (problem.use[items].sum(axis=0) - problem.capacity) / self._scale
-            slope = np.where((prices <= 0) & (slope < 0), 0.0, slope)
-            length = float(slope @ slope)
-            if length <= 1e-24:
-                break
-            aim = goal if np.isfinite(goal) else best + abs(best) * 1e-3
-            step = slack_step * (aim - value) / length
-            prices = np.maximum(prices + step * slope / self._scale, 0.0)
-            current = cost + problem.use @ prices
-            floor = np.minimum.reduceat(current, self._first)
-            value = float(floor.sum() - prices @ problem.capacity)
-            if value > best:
-                best, best_prices = value, prices
-                best_priced, best_least = current, floor
-            else:
-                slack_step *= 0.7
-        if best_prices is not table[pick]:
-            self._prices.append(best_prices)
-            if len(self._prices) > _MOST_PRICES:
-                del self._prices[1]
-        reduced = best_priced - best_least[self._class]
-        return best, reduced, self._minimisers(best_priced, best_least)
+    def _bound(self, open_: IntArray, prices: FloatArray) -> _Node:
+        """The best bound of a node, and the relaxation's fractions.
 
-    def _minimisers(self, priced: FloatArray, least: FloatArray) -> IntArray:
-        hits = np.flatnonzero(priced == least[self._class])
-        owner = self._class[hits]
-        return hits[np.append(True, owner[1:] != owner[:-1])]
+        Args:
+            open_: its items, ascending.
+            prices: to start from, in units of cost, [R].
+        """
+        owner = self._class[open_]
+        start = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
+        place = np.cumsum(np.append(False, owner[1:] != owner[:-1]))
+        cost, use = self._problem.cost[open_], self._use[open_]
+        # Hot at first, as far as the bound has to rise to prune the node; cold at last, so that
+        # the soft minimum is within the gap of the true one.
+        widest = float(np.ptp(cost)) or max(float(np.abs(cost).max()), 1e-30)
+        coldest = max(0.05 * self._gap if self._gap < np.inf else 0.0, 1e-9 * widest)
+        best = here = self._soft(cost, use, start, place, prices, widest)
+        room = min(self._cutoff - best.value, widest)
+        temperature = hottest = max(_HOTTEST * room, coldest)
+        cooling = (coldest / hottest) ** (1.0 / (_TEMPERATURES - 1))
+        here = self._soft(cost, use, start, place, prices, temperature)
+        for _ in range(_TEMPERATURES):
+            for _ in range(_STEPS_PER_TEMPERATURE):
+                if best.value >= self._cutoff:
+                    break
+                direction = self._direction(use, here.share, start, here.prices, temperature)
+                if direction is None:
+                    break
+                length, moved = 1.0, None
+                for _ in range(_MOST_HALVINGS):
+                    there = np.maximum(here.prices + length * direction, 0.0)
+                    moved = self._soft(cost, use, start, place, there, temperature)
+                    if moved.value > best.value:
+                        best = moved
+                    if moved.smooth >= here.smooth:
+                        break
+                    length *= 0.3
+                else:
+                    break
+                gained = moved.smooth - here.smooth
+                here = moved
+                if gained <= 1e-3 * temperature:
+                    break
+            if best.value >= self._cutoff:
+                break
+            temperature *= cooling
+            here = self._soft(cost, use, start, place, here.prices, temperature)
+        if best.value < self._cutoff and here.value > best.value - 10 * coldest:
+            best = here  # its fractions are the sharper ones
+        hits = np.flatnonzero(best.reduced == 0)
+        firsts = hits[np.append(True, place[hits][1:] != place[hits][:-1])]
+        return _Node(
+            open=open_,
+            start=start,
+            value=best.value,
+            prices=best.prices,
+            reduced=best.reduced,
+            share=best.share,
+            items=open_[firsts],
+        )
+
+    def _soft(
+        self,
+        cost: FloatArray,
+        use: FloatArray,
+        start: IntArray,
+        place: IntArray,
+        prices: FloatArray,
+        temperature: float,
+    ) -> _Soft:
+        """The bound, its smooth form and the soft choices at some prices."""
+        priced = cost + use @ prices
+        least = np.minimum.reduceat(priced, start)
+        reduced = priced - least[place]
+        value = float(least.sum() - prices @ self._capacity)
+        weight = np.exp(reduced * (-1.0 / temperature))
+        total = np.add.reduceat(weight, start)
+        return _Soft(
+            prices=prices,
+            value=value,
+            smooth=value - temperature * float(np.log(total).sum()),
+            reduced=reduced,
+            share=weight / total[place],
+        )
+
+    def _direction(
+        self,
+        use: FloatArray,
+        share: FloatArray,
+        start: IntArray,
+        prices: FloatArray,
+        temperature: float,
+    ) -> FloatArray | None:
+        """Newton's step for the smooth bound over the rows that may move; None at the top."""
+        weighted = share[:, None] * use
+        slope = weighted.sum(axis=0) - self._capacity
+        free = (prices > 0) | (slope > 0)
+        if not free.any() or np.abs(slope[free]).max() <= 1e-12:
+            return None
+        mean = np.add.reduceat(weighted, start, axis=0)
+        spread = (use.T @ weighted - mean.T @ mean)[np.ix_(free, free)]
+        # A row that no soft choice moves has no curvature: keep the step within reason.
+        scale = max(float(np.trace(spread)) / len(spread), 1e-12)
+        step = np.linalg.solve(
+            spread + 1e-6 * scale * np.eye(len(spread)), slope[free] * temperature
+        )
+        direction = np.zeros(len(prices))
+        most = 10.0 * max(float(np.abs(prices).max(initial=0.0)), 100.0 * temperature)
+        direction[free] = np.clip(step, -most, most)
+        return direction
 
     # -- branching -------------------------------------------------------------------------
 
-    def _branch(
-        self, reduced: FloatArray, open_: BoolArray, value: float
-    ) -> list[tuple[BoolArray, float]] | None:
-        """Children of a node: one class, split in the items still possible."""
-        room = self._cutoff - value
-        possible = open_ & (reduced < room)
-        counts = np.add.reduceat(possible.astype(np.int64), self._first)
+    def _branch(self, node: _Node, possible: BoolArray) -> list[tuple[IntArray, float]]:
+        """Two children: the class whose likely items spread the most cost, split at its mean.
+
+        An item is the likelier the further its reduced cost is from what prunes it; the
+        relaxation's own fractions would look at as many classes as there are rows only.
+        """
+        owner = self._class[node.open]
+        counts = np.add.reduceat(possible.astype(np.int64), node.start)
         choices = np.flatnonzero(counts > 1)
         if not len(choices):
-            return None
-        # How much of the cost an item moves, less as its reduced cost nears what prunes it.
-        lowest = np.where(reduced <= 0, self._problem.cost, np.inf)
-        base = np.minimum.reduceat(lowest, self._first)[self._class]
-        weight = 1.0 - reduced / room if np.isfinite(room) else 1.0 / (1.0 + reduced)
-        score = np.where(possible, np.abs(self._problem.cost - base) * weight, -1.0)
-        by_class = np.maximum.reduceat(score, self._first)
-        pick = int(choices[by_class[choices].argmax()])
-        rows = slice(int(self._problem.start[pick]), int(self._problem.start[pick + 1]))
+            return []
+        cost = self._problem.cost[node.open]
+        place = np.cumsum(np.append(False, owner[1:] != owner[:-1]))
+        room = self._cutoff - node.value
+        softness = room * _SOFTNESS if np.isfinite(room) else max(float(np.ptp(cost)), 1e-300)
+        share = np.where(possible, np.exp(-node.reduced / softness), 0.0)
+        share /= np.add.reduceat(share, node.start)[place]
+        mean = np.add.reduceat(share * cost, node.start)
+        spread = np.add.reduceat(share * np.abs(cost - mean[place]), node.start)
+        pick = int(choices[spread[choices].argmax()])
+        mine = np.flatnonzero(possible & (place == pick))
+        order = mine[np.argsort(cost[mine], kind="stable")]
+        split = int(np.searchsorted(cost[order], mean[pick], side="right"))
+        split = min(max(split, 1), len(order) - 1)
+        others = possible & (place != pick)
         children = []
-        for item in (np.flatnonzero(possible[rows]) + rows.start).tolist():
-            child = possible.copy()
-            child[rows] = False
-            child[item] = True
-            children.append((child, value + float(reduced[item])))
+        for side in (order[:split], order[split:]):
+            keep = others.copy()
+            keep[side] = True
+            least = node.value + float(node.reduced[side].min())
+            children.append((node.open[keep], least))
         return children
 
     # -- solutions -------------------------------------------------------------------------
 
-    def _complete(self, reduced: FloatArray, items: IntArray, open_: BoolArray) -> None:
+    def _complete(self, node: _Node) -> None:
         """Look for solutions near a node's minimiser, by one change or two."""
-        problem = self._problem
+        problem, items = self._problem, node.items
         cost = float(problem.cost[items].sum())
         room = problem.capacity - problem.use[items].sum(axis=0)
         if (room >= 0).all():
             self._offer(items, cost)
         pairs = self._nodes % _PAIRS_EVERY == 1 or self._best is None
-        others = open_.copy()
-        others[items] = False
-        cells = np.flatnonzero(others)
-        if not len(cells):
+        others = np.flatnonzero(~np.isin(node.open, items))
+        if not len(others):
             return
         most = _MOST_PAIRED if pairs else 4 * _MOST_PAIRED
-        if len(cells) > most:
-            cells = cells[np.argpartition(reduced[cells], most)[:most]]
-            cells.sort()
+        if len(others) > most:
+            nearest = np.argpartition(node.reduced[others], most)[:most]
+            others = np.sort(others[nearest])
+        cells = node.open[others]
         owner = self._class[cells]
         gain = problem.cost[cells] - problem.cost[items[owner]]
         use = problem.use[cells] - problem.use[items[owner]]
         below = self._below() - cost
-        single = (gain < below) & (use <= room).all(axis=1)
-        for index in np.flatnonzero(single)[np.argsort(gain[single], kind="stable")][:2].tolist():
+        single = np.flatnonzero((gain < below) & (use <= room).all(axis=1))
+        for index in single[np.argsort(gain[single], kind="stable")][:2].tolist():
             self._take(items, cost, gain, cells, (index,))
         if not pairs:
             return

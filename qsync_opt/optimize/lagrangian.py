@@ -194,8 +194,8 @@ class Lagrangian:
                 cost = alpha * table.forward_s + beta[where][:, None] * table.backward_s
             elif table.kept_bytes is not None:
                 cost = gamma[where][:, None] * table.kept_bytes
-            else:
-                cost = np.zeros(table.blocked.shape)
+            else:  # a promotion: only blocks
+                cost = np.zeros((len(table.scope), graph.columns**table.arity))
             parts.append(cost.ravel())
         summed = np.bincount(
             self._cells, weights=np.concatenate(parts), minlength=self.elimination.cells

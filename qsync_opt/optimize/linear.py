@@ -51,9 +51,9 @@ class LinearProgram:
     def activity(self, x: FloatArray) -> FloatArray:
         """A x, [R]."""
         owner = np.repeat(np.arange(len(self.row_lower)), np.diff(self.row_start))
-        return np.bincount(
-            owner, weights=self.values * x[self.columns], minlength=len(self.row_lower)
-        )
+        terms = self.values * x[self.columns]
+        # Without entries numpy counts instead of summing.
+        return np.bincount(owner, terms, len(self.row_lower)).astype(np.float64, copy=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -26,7 +26,7 @@ from qsync_opt.optimize.evaluate import (
 )
 from qsync_opt.optimize.floors import is_late, memory_floor_bytes, time_floor_s
 from qsync_opt.optimize.formulation import formulate
-from qsync_opt.optimize.linear import LinearProgram, ProgramSolution
+from qsync_opt.optimize.linear import LinearProgram, ProgramSolution, without_plan
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.optimize.result import SolveParameters
 from qsync_opt.optimize.rows import transient_bytes
@@ -307,7 +307,7 @@ class SoleKind:
                     reason = "" if solution.status == "optimal" else _OUT_OF_TIME
                     return _Answer(bound=bound, reason=reason)
             (_, x), *_ = formulation.choices
-            program = _without(program, x[np.arange(len(column)), column])
+            program = without_plan(program, np.unique(x[np.arange(len(column)), column]))
         return _Answer(bound=bound, reason="the solver kept returning plans that break a limit")
 
     def _run(self, program: LinearProgram, limit_s: float | None) -> ProgramSolution | str:
@@ -323,17 +323,3 @@ class SoleKind:
             )
         except SolverUnavailableError as error:
             return str(error)
-
-
-def _without(program: LinearProgram, chosen: IntArray) -> LinearProgram:
-    """The program without the solutions in which all these columns are 1."""
-    columns = np.unique(chosen)
-    return replace(
-        program,
-        row_lower=np.append(program.row_lower, -np.inf),
-        row_upper=np.append(program.row_upper, float(len(columns) - 1)),
-        row_names=(*program.row_names, f"cut {len(program.row_names)}"),
-        row_start=np.append(program.row_start, program.row_start[-1] + len(columns)),
-        columns=np.append(program.columns, columns),
-        values=np.append(program.values, np.ones(len(columns))),
-    )

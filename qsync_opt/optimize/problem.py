@@ -11,16 +11,13 @@ Units: times in float seconds (`_s`), memory in whole bytes (`_bytes`).
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.optimize.arrays import (
@@ -32,13 +29,17 @@ from qsync_opt.optimize.arrays import (
     float_table,
     freeze,
     int_table,
+    own_array,
     ragged,
     whole_number,
 )
+from qsync_opt.optimize.canonical import problem_sha256
 from qsync_opt.precision import Precision
 
 #: In `SavedTensors.size_bytes`: no size was given for this dtype.
 NOT_GIVEN = -1
+
+Member = TypeVar("Member")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,10 @@ class Operator:
     kind: str
     bucket: int | None = None
     follows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.follows, list):
+            object.__setattr__(self, "follows", tuple(self.follows))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +97,11 @@ class CastTensors:
     consumers: IntArray
     forward_s: FloatArray
     backward_s: FloatArray
+
+    def __post_init__(self) -> None:
+        for name in ("producer", "consumer_start", "consumers", "forward_s", "backward_s"):
+            own = own_array(getattr(self, name), f"tensors[*].{name}")
+            object.__setattr__(self, name, own)
 
     @staticmethod
     def from_rows(
@@ -139,6 +149,16 @@ class SavedTensors:
     dtypes: tuple[Precision, ...]
     size_bytes: IntArray
 
+    def __post_init__(self) -> None:
+        for name, field_name in (
+            ("saver_start", "savers"),
+            ("savers", "savers"),
+            ("size_bytes", "bytes"),
+        ):
+            own = own_array(getattr(self, name), f"saved[*].{field_name}")
+            object.__setattr__(self, name, own)
+        object.__setattr__(self, "dtypes", _precisions(self.dtypes, "saved[*].dtypes"))
+
     @staticmethod
     def from_rows(
         *,
@@ -148,6 +168,7 @@ class SavedTensors:
         where: str = "saved",
     ) -> SavedTensors:
         """Build from one row per tensor; `size_bytes` is [S, len(dtypes)]."""
+        dtypes = _precisions(dtypes, f"{where}[*].dtypes")
         start, flat = ragged(savers, f"{where}[*].savers")
         table = int_table(size_bytes, f"{where}[*].bytes", 2)
         if not len(savers):
@@ -155,7 +176,7 @@ class SavedTensors:
         return SavedTensors(
             saver_start=start,
             savers=flat,
-            dtypes=tuple(Precision(dtype) for dtype in dtypes),
+            dtypes=dtypes,
             size_bytes=freeze(table),
         )
 
@@ -228,34 +249,17 @@ class DeviceKind:
             if sizes.shape == available.shape:
                 sizes = freeze(np.where(available, sizes, 0))
             put(self, name, sizes)
-        pins = {}
-        for operator, precision in self.pins.items():
-            try:
-                pins[operator] = Precision(precision)
-            except ValueError:
-                known = ", ".join(p.value for p in Precision)
-                raise ProblemError(
-                    f"{where}.pins.{operator}", f"must be one of {known}", precision
-                ) from None
+        _require(self.tensors, CastTensors, f"{where}.tensors")
+        _require(self.saved, SavedTensors, f"{where}.saved")
+        if not len(self.tensors):  # of no tensors, every shape says the same
+            none = freeze(np.zeros((0, available.shape[1], available.shape[1])))
+            put(self, "tensors", replace(self.tensors, forward_s=none, backward_s=none))
+        _require(self.pins, Mapping, f"{where}.pins")
+        pins = {
+            operator: _precision(precision, f"{where}.pins.{operator}")
+            for operator, precision in self.pins.items()
+        }
         put(self, "pins", MappingProxyType(pins))
-
-    def arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-        """Every array with its name, in a fixed order: what is hashed and compared."""
-        for name in (
-            "available",
-            "forward_s",
-            "backward_s",
-            "perturbation",
-            "forward_transient_bytes",
-            "backward_transient_bytes",
-        ):
-            yield name, getattr(self, name)
-        for name in ("producer", "consumer_start", "consumers", "forward_s", "backward_s"):
-            yield f"tensors.{name}", getattr(self.tensors, name)
-        for name in ("saver_start", "savers"):
-            yield f"saved.{name}", getattr(self.saved, name)
-        given = [self.saved.dtypes.index(dtype) for dtype in _given_dtypes(self.saved)]
-        yield "saved.size_bytes", np.ascontiguousarray(self.saved.size_bytes[:, given])
 
     def __reduce__(self) -> tuple[object, ...]:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -304,9 +308,11 @@ class AllocationProblem:
         put = object.__setattr__
         for name in ("precisions", "storage", "output"):
             put(self, name, _precisions(getattr(self, name), name))
-        for name in ("operators", "buckets", "devices"):
-            put(self, name, tuple(getattr(self, name)))
-        put(self, "groups", tuple(tuple(group) for group in self.groups))
+        put(self, "operators", _members(self.operators, Operator, "operators"))
+        put(self, "buckets", _members(self.buckets, Bucket, "buckets"))
+        put(self, "devices", _members(self.devices, DeviceKind, "devices"))
+        groups = enumerate(_sequence(self.groups, "groups"))
+        put(self, "groups", tuple(_sequence(group, f"groups[{i}]") for i, group in groups))
         from qsync_opt.optimize.validation import validate  # reads this module's classes
 
         validate(self)
@@ -337,34 +343,8 @@ class AllocationProblem:
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the canonical problem: what the meaning of a plan depends on.
-
-        Covered: precisions, operators, buckets, groups and device kinds. Left out: name,
-        provenance, `deadline_s` and `slack`, so one plan can be judged at several paces.
-        Canonical form: a JSON header with sorted keys and no blanks, then every array as
-        little-endian bytes, each preceded by its name and shape.
-        """
-        digest = hashlib.sha256()
-        header = {
-            "format": "qsync-opt/problem",
-            "precisions": [p.value for p in self.precisions],
-            "storage": [p.value for p in self.storage],
-            "output": [p.value for p in self.output],
-            "operators": [
-                [o.name, o.kind, None if o.bucket is None else int(o.bucket), *map(int, o.follows)]
-                for o in self.operators
-            ],
-            "buckets": [[float(b.all_reduce_s), int(b.size_bytes)] for b in self.buckets],
-            "groups": [list(group) for group in self.groups],
-            "devices": [_device_header(device) for device in self.devices],
-        }
-        text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        digest.update(text.encode())
-        for device in self.devices:
-            for name, array in device.arrays():
-                digest.update(f"{name}{list(array.shape)}".encode())
-                digest.update(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
-        return digest.hexdigest()
+        """SHA-256 of the canonical form: what the meaning of a plan depends on (`canonical`)."""
+        return problem_sha256(self)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, AllocationProblem):
@@ -376,31 +356,33 @@ class AllocationProblem:
         return hash(self.sha256)
 
 
-def _precisions(values: Iterable[object], name: str) -> tuple[Precision, ...]:
-    result = []
-    for index, value in enumerate(values):
-        try:
-            result.append(Precision(value))
-        except ValueError:
-            known = ", ".join(p.value for p in Precision)
-            raise ProblemError(f"{name}[{index}]", f"must be one of {known}", value) from None
-    return tuple(result)
+def _require(value: object, kind: type, field_name: str) -> None:
+    if not isinstance(value, kind):
+        raise ProblemError(field_name, f"must be a {kind.__name__}", value)
 
 
-def _device_header(device: DeviceKind) -> list[object]:
-    return [
-        device.name,
-        device.workers,
-        device.batch_share,
-        device.memory_bytes,
-        device.fixed_bytes,
-        device.optimizer_s,
-        [dtype.value for dtype in _given_dtypes(device.saved)],
-        sorted((name, precision.value) for name, precision in device.pins.items()),
-    ]
+def _sequence(values: object, field_name: str) -> tuple[Any, ...]:
+    """The values as a tuple; a text is no sequence of names, nor is a mapping."""
+    if not isinstance(values, (tuple, list)):
+        raise ProblemError(field_name, "must be a tuple or a list", values)
+    return tuple(values)
 
 
-def _given_dtypes(saved: SavedTensors) -> list[Precision]:
-    """Storage dtypes that some size is given for: a file says nothing of the others."""
-    given = (saved.size_bytes != NOT_GIVEN).any(axis=0)
-    return [dtype for dtype, has in zip(saved.dtypes, given.tolist(), strict=True) if has]
+def _members(values: object, kind: type[Member], field_name: str) -> tuple[Member, ...]:
+    members = _sequence(values, field_name)
+    for index, member in enumerate(members):
+        _require(member, kind, f"{field_name}[{index}]")
+    return members
+
+
+def _precision(value: object, field_name: str) -> Precision:
+    try:
+        return Precision(value)
+    except ValueError:
+        known = ", ".join(p.value for p in Precision)
+        raise ProblemError(field_name, f"must be one of {known}", value) from None
+
+
+def _precisions(values: object, name: str) -> tuple[Precision, ...]:
+    listed = enumerate(_sequence(values, name))
+    return tuple(_precision(value, f"{name}[{index}]") for index, value in listed)

@@ -163,7 +163,8 @@ class SolveResult:
             reason = f": {self.fallback_reason}" if self.fallback_reason else ""
             raise InfeasibleError(
                 f"method {self.method} has no plan ({self.status.value}{reason})."
-                " qsync_opt.explain(problem) says which budget is too small"
+                " qsync_opt.explain(problem) says which budget is too small",
+                proven=self.status is SolveStatus.INFEASIBLE,
             )
         return self.plan
 

@@ -78,7 +78,8 @@ def least_saved_bytes(
             given = saved.size_bytes[:, saved.dtypes.index(storage)]
             sizes[:, column] = np.where(given >= 0, given, np.iinfo(np.int64).max)
     sizes = np.where(domain[first_savers(device)], sizes, np.iinfo(np.int64).max)
-    return sizes.min(axis=1)
+    smallest: IntArray = sizes.min(axis=1)
+    return smallest
 
 
 def memory_points(problem: AllocationProblem, device: DeviceKind, domain: BoolArray) -> IntArray:

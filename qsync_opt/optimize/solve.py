@@ -8,9 +8,7 @@ which is the largest over the kinds of their least times.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,21 +19,27 @@ import numpy as np
 from qsync_opt.errors import InfeasibleError, ParameterError, QsyncError, SolverUnavailableError
 from qsync_opt.optimize.arrays import IntArray
 from qsync_opt.optimize.baselines import (
+    UniformCandidate,
+    best_uniform,
     greedy_columns,
     improve_columns,
     random_columns,
     uniform_candidates,
-    uniform_columns,
 )
 from qsync_opt.optimize.brute_force import brute_force_columns, brute_force_fastest
+from qsync_opt.optimize.canonical import kind_sha256
 from qsync_opt.optimize.evaluate import (
     Evaluation,
+    allowed_columns,
     evaluate_columns,
     evaluate_device,
     plan_columns,
     plan_from_columns,
 )
 from qsync_opt.optimize.exact import KindSolution, KindSolver
+from qsync_opt.optimize.factors import FactorGraph
+from qsync_opt.optimize.floors import is_late, time_floor_s
+from qsync_opt.optimize.interrupter import Interrupter
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.optimize.result import (
     METHODS,
@@ -65,7 +69,7 @@ def solve(
     problem: AllocationProblem,
     *,
     method: str = "auto",
-    parameters: SolveParameters = SolveParameters(),
+    parameters: SolveParameters = SolveParameters(),  # noqa: B008  # frozen
     hint: PrecisionPlan | None = None,
 ) -> SolveResult:
     """Find a precision plan.
@@ -92,20 +96,29 @@ def solve(
 
 
 def find_deadline(
-    problem: AllocationProblem, *, parameters: SolveParameters = SolveParameters()
+    problem: AllocationProblem,
+    *,
+    parameters: SolveParameters = SolveParameters(),  # noqa: B008  # frozen
 ) -> float:
     """The iteration time that plans are held to: given, or (1 + slack) x the fastest, seconds.
 
     Raises:
         InfeasibleError: no plan fits the memory, or none was found in time.
         SolverUnavailableError: the back end failed.
+        KeyboardInterrupt: Ctrl-C came first.
     """
     run = _Run(problem, "fastest", parameters, None)
     run.find_deadline()
+    if run.interrupted:
+        raise KeyboardInterrupt
     if run.deadline_s is None:
+        status = run.status()
+        if status is SolveStatus.SOLVER_ERROR:
+            raise SolverUnavailableError(parameters.solver, run.trouble() or status.value)
         raise InfeasibleError(
-            f"no plan of {problem.name} fits the memory ({run.status().value})."
-            " qsync_opt.explain(problem) says which budget is too small"
+            f"no plan of {problem.name} fits the memory ({status.value})."
+            " qsync_opt.explain(problem) says which budget is too small",
+            proven=status is SolveStatus.INFEASIBLE,
         )
     return run.deadline_s
 
@@ -120,6 +133,8 @@ class _Kind:
     solution: KindSolution | None = None
     solve_s: float = 0.0
     trouble: str | None = None
+    graph: FactorGraph | None = field(default=None, repr=False)
+    uniform: tuple[UniformCandidate, ...] | None = field(default=None, repr=False)
     solver: KindSolver | None = field(default=None, repr=False)
 
 
@@ -135,8 +150,8 @@ class _Run:
     ) -> None:
         self._problem, self._method, self._parameters = problem, method, parameters
         self._began = time.perf_counter()
-        self._stopped = threading.Event()
-        self._interrupted = False
+        self._interrupter = Interrupter()
+        self.interrupted = False
         self._hint = None if hint is None else plan_columns(problem, hint)
         self._kinds = _distinct(problem)
         self.deadline_s: float | None = problem.deadline_s
@@ -147,7 +162,7 @@ class _Run:
     def run(self) -> SolveResult:
         """Deadline, then every kind, then the result."""
         self.find_deadline()
-        if self.deadline_s is not None and not self._interrupted:
+        if self.deadline_s is not None and not self.interrupted:
             if self._method == "fastest":
                 if self._problem.deadline_s is not None:
                     self._each(self._find_fastest)
@@ -178,8 +193,10 @@ class _Run:
             kind.solve_s += time.perf_counter() - began
 
         jobs = [lambda kind=kind: timed(kind) for kind in self._kinds]
-        outcomes, interrupted = run_side_by_side(jobs, self._parameters.threads, self._stopped.set)
-        self._interrupted |= interrupted
+        outcomes, interrupted = run_side_by_side(
+            jobs, self._parameters.threads, self._interrupter.interrupt
+        )
+        self.interrupted |= interrupted
         for outcome in outcomes:
             if outcome.error is not None:
                 raise outcome.error
@@ -194,7 +211,7 @@ class _Run:
 
     def _should_stop(self) -> bool:
         left = self._time_left()
-        return self._stopped.is_set() or (left is not None and left <= 0)
+        return self._interrupter.stopped or (left is not None and left <= 0)
 
     # -- one kind --------------------------------------------------------------------------
 
@@ -221,26 +238,50 @@ class _Run:
             solver=self._parameters.solver,
             seed=self._parameters.seed,
             time_left=self._time_left,
-            stop=self._stopped.is_set,
+            stop=lambda: self._interrupter.stopped,
             report=report,
             plain=self._parameters.plain,
+            interrupter=self._interrupter,
         )
+
+    def _graph(self, kind: _Kind) -> FactorGraph:
+        """The kind's tables, made once."""
+        if kind.graph is None:
+            domain = allowed_columns(self._problem, kind.device)
+            kind.graph = FactorGraph(self._problem, kind.device, domain)
+        return kind.graph
+
+    def _uniform(self, kind: _Kind) -> tuple[UniformCandidate, ...]:
+        """The kind's uniform plans, judged without a deadline, made once."""
+        if kind.uniform is None:
+            kind.uniform = uniform_candidates(self._problem, kind.device, math.inf)
+        return kind.uniform
+
+    def _best_uniform(self, kind: _Kind, deadline_s: float) -> IntArray | None:
+        """The uniform plan of least perturbation that keeps memory and deadline."""
+        candidates = [
+            c
+            for c in self._uniform(kind)
+            if c.feasible and not is_late(c.evaluation.iteration_time_s, deadline_s)
+        ]
+        best = best_uniform(candidates)
+        return None if best is None else best.column
 
     def _find_fastest(self, kind: _Kind) -> None:
         """The least iteration time of one kind within its memory."""
         problem, device = self._problem, kind.device
         if self._method == "brute_force":
             column = brute_force_fastest(problem, device)
-            kind.fastest = _proven(
-                column,
-                0.0 if column is None else evaluate_device(problem, device, column).iteration_time_s,
-            )
+            found = None if column is None else evaluate_device(problem, device, column)
+            kind.fastest = _proven(column, 0.0 if found is None else found.iteration_time_s)
             return
         exact = len(problem.operators) <= _FASTEST_EXACT_OPERATORS
         gap = _FASTEST_GAP if exact else self._parameters.relative_gap * _FASTEST_GAP_FRACTION
         solver = self._kind_solver(kind, None, gap)
         try:
-            kind.fastest = solver.solve(_start_columns(problem, device))
+            kind.fastest = solver.solve(
+                [c.column for c in self._uniform(kind) if c.feasible], self._graph(kind)
+            )
         except SolverUnavailableError as error:
             kind.trouble = str(error)
             kind.fastest = solver.solution()
@@ -250,11 +291,13 @@ class _Run:
         if deadline_s is None:
             return
         method = self._method
-        if method == "brute_force":
+        if self._hopeless(device, deadline_s):
+            kind.solution = _proven(None, 0.0)
+        elif method == "brute_force":
             column = brute_force_columns(problem, device, deadline_s)
             kind.solution = _proven(column, _perturbation(problem, device, column))
         elif method == "uniform":
-            column = uniform_columns(problem, device, deadline_s)
+            column = self._best_uniform(kind, deadline_s)
             kind.solution = _heuristic(column, _perturbation(problem, device, column))
         elif method == "random":
             column = random_columns(
@@ -269,35 +312,38 @@ class _Run:
         else:
             self._solve_exactly(kind, deadline_s)
 
+    def _hopeless(self, device: DeviceKind, deadline_s: float) -> bool:
+        """Whether every operator at its fastest misses the deadline (solvers dislike 1e-300 s)."""
+        if self._method == "brute_force":  # an oracle takes no advice
+            return False
+        domain = allowed_columns(self._problem, device)
+        return is_late(time_floor_s(self._problem, device, domain), deadline_s)
+
     def _greedy(self, kind: _Kind, deadline_s: float) -> IntArray | None:
-        """The better of QSync's recovery from the fastest plan and from the best uniform."""
+        """The better of QSync's recovery from the fastest plan and the best uniform plan."""
         problem, device = self._problem, kind.device
-        if kind.fastest is None:
+        if kind.fastest is None and not self._interrupter.stopped:
             self._find_fastest(kind)
-        starts = [kind.fastest.column if kind.fastest else None]
-        starts.append(uniform_columns(problem, device, deadline_s))
-        best: tuple[float, IntArray] | None = None
-        for start in starts:
-            if start is None:
-                continue
-            column = greedy_columns(problem, device, deadline_s, start, self._should_stop)
-            if column is not None:
-                value = evaluate_device(problem, device, column).perturbation
-                if best is None or value < best[0]:
-                    best = (value, column)
-        return None if best is None else best[1]
+        # Recovery from the fastest plan may end worse than a uniform plan: give the better.
+        found = [self._best_uniform(kind, deadline_s)]
+        if kind.fastest is not None and kind.fastest.column is not None:
+            start = kind.fastest.column
+            found.append(greedy_columns(problem, device, deadline_s, start, self._should_stop))
+        plans = [column for column in found if column is not None]
+        return min(plans, key=lambda c: _perturbation(problem, device, c), default=None)
 
     def _solve_exactly(self, kind: _Kind, deadline_s: float) -> None:
         solver = kind.solver = self._kind_solver(kind, deadline_s, self._parameters.relative_gap)
         starts = [] if self._hint is None else [self._hint[index] for index in kind.members]
-        # Exact is never worse than greedy because greedy's plan is where it starts.
         began = time.perf_counter()
-        greedy = self._greedy(kind, deadline_s)
+        # Exact is never worse than greedy because greedy's plan is where it starts; a plain
+        # program has no use for a start, nor the time for one.
+        greedy = None if self._parameters.plain else self._greedy(kind, deadline_s)
         greedy_s = time.perf_counter() - began
         if greedy is not None:
             starts.append(greedy)
         try:
-            kind.solution = solver.solve(starts)
+            kind.solution = solver.solve(starts, self._graph(kind))
         except SolverUnavailableError as error:
             kind.trouble = str(error)
             kind.solution = solver.solution()
@@ -337,8 +383,12 @@ class _Run:
             if status in found:
                 return status
         if None in found:
-            return SolveStatus.INTERRUPTED if self._interrupted else SolveStatus.TIME_LIMIT
+            return SolveStatus.INTERRUPTED if self.interrupted else SolveStatus.TIME_LIMIT
         return SolveStatus.OPTIMAL
+
+    def trouble(self) -> str | None:
+        """What went wrong with the back end, if anything did."""
+        return "; ".join(kind.trouble for kind in self._kinds if kind.trouble) or None
 
     def _columns(self) -> list[IntArray] | None:
         columns: list[IntArray | None] = [None] * len(self._problem.devices)
@@ -351,14 +401,16 @@ class _Run:
     def _result(self) -> SolveResult:
         problem, method = self._problem, self._method
         status, columns = self.status(), self._columns()
-        reason = "; ".join(kind.trouble for kind in self._kinds if kind.trouble) or None
+        reason = self.trouble()
         if method == "auto":
             method = "exact"
             if columns is None and status is not SolveStatus.INFEASIBLE:
                 columns = self._fall_back()
                 if columns is not None:
                     reason = f"exact found no plan ({reason or status.value}); this is greedy's"
-                    status, method = SolveStatus.HEURISTIC, "greedy"
+                    method = "greedy"
+                    if status is not SolveStatus.INTERRUPTED:
+                        status = SolveStatus.HEURISTIC
         evaluation: Evaluation | None = None
         plan = None
         if columns is not None and self.deadline_s is not None:
@@ -440,7 +492,7 @@ class _Run:
         if len(self._problem.precisions) > 1 and self._method in ("auto", "exact", "greedy"):
             for kind in self._kinds:
                 mine = columns[kind.members[0]]
-                for candidate in uniform_candidates(self._problem, kind.device, math.inf):
+                for candidate in self._uniform(kind):
                     if np.array_equal(candidate.column, mine):
                         notes.append(
                             f"{kind.device.name}: the plan is uniform {candidate.precision}"
@@ -465,35 +517,16 @@ def _heuristic(column: IntArray | None, value: float) -> KindSolution:
     return KindSolution(status=status, column=column, objective=objective, bound=-math.inf)
 
 
-def _perturbation(
-    problem: AllocationProblem, device: DeviceKind, column: IntArray | None
-) -> float:
+def _perturbation(problem: AllocationProblem, device: DeviceKind, column: IntArray | None) -> float:
     if column is None:
         return 0.0
     return evaluate_device(problem, device, column).perturbation
-
-
-def _start_columns(problem: AllocationProblem, device: DeviceKind) -> list[IntArray]:
-    """Uniform plans: often the fastest plan is one of them, or close to it."""
-    return [
-        candidate.column
-        for candidate in uniform_candidates(problem, device, math.inf)
-        if candidate.feasible
-    ]
 
 
 def _distinct(problem: AllocationProblem) -> list[_Kind]:
     """Device kinds that differ in what a plan costs or may do; equal ones together."""
     kinds: dict[str, _Kind] = {}
     for index, device in enumerate(problem.devices):
-        digest = hashlib.sha256()
-        pins = sorted((name, precision.value) for name, precision in device.pins.items())
-        numbers = (device.memory_bytes, device.fixed_bytes, device.optimizer_s)
-        dtypes = [dtype.value for dtype in device.saved.dtypes]
-        digest.update(repr((numbers, pins, dtypes)).encode())
-        for name, array in device.arrays():
-            digest.update(f"{name}{array.shape}".encode())
-            digest.update(array.tobytes())
-        kind = kinds.setdefault(digest.hexdigest(), _Kind(device=device, members=[]))
+        kind = kinds.setdefault(kind_sha256(device), _Kind(device=device, members=[]))
         kind.members.append(index)
     return list(kinds.values())

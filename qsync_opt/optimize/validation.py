@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 #: Batch shares are decimal fractions in files; their sum is allowed this rounding error.
 SHARE_TOLERANCE = 1e-9
 
+#: A slack beyond this is no pace at all, and would only invite overflow.
+LARGEST_SLACK = 1e6
+
 
 def validate(problem: AllocationProblem) -> None:
     """Check every rule of the format.
@@ -101,6 +104,9 @@ def _validate_operators(problem: AllocationProblem) -> None:
             if operator.bucket >= buckets:
                 rule = f"must be below the number of buckets ({buckets})"
                 raise ProblemError(f"{where}.bucket", rule, operator.bucket)
+        if not isinstance(operator.follows, tuple):
+            rule = "must be a tuple of operator indices"
+            raise ProblemError(f"{where}.follows", rule, operator.follows)
         if operator.follows:
             _validate_follows(operator, index, f"{where}.follows")
 
@@ -127,6 +133,9 @@ def _validate_buckets(problem: AllocationProblem) -> None:
 
 def _validate_pace(problem: AllocationProblem) -> None:
     finite_number(problem.slack, "slack")
+    if problem.slack > LARGEST_SLACK:
+        rule = f"must be at most {LARGEST_SLACK:g} (a fraction of the fastest iteration time)"
+        raise ProblemError("slack", rule, problem.slack)
     if problem.deadline_s is not None:
         finite_number(problem.deadline_s, "deadline_s", positive=True)
         if problem.slack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -12,12 +13,12 @@ Result = TypeVar("Result")
 #: How often the waiting thread looks up, so that Ctrl-C is noticed, in seconds.
 _POLL_S = 0.05
 
-#: How long an interrupted job may take to hand over what it has, in seconds.
+#: How long interrupted jobs may take to hand over what they have, in seconds.
 _GRACE_S = 5.0
 
 
 class Outcome(Generic[Result]):
-    """What a job returned or raised; neither while it runs."""
+    """What a job returned or raised; neither while it runs, or where it was never begun."""
 
     def __init__(self) -> None:
         self.value: Result | None = None
@@ -30,8 +31,9 @@ def run_side_by_side(
 ) -> tuple[list[Outcome[Result]], bool]:
     """Run jobs in up to `threads` threads and wait for them.
 
-    On Ctrl-C `interrupt` is called once; jobs are then expected to return soon. A job that
-    does not within a grace period is left behind (its outcome is not done).
+    On Ctrl-C `interrupt` is called once and no further job is begun; those that run are
+    expected to return soon. A job that does not within a grace period is left behind (its
+    outcome is not done).
 
     Returns:
         The outcome of every job, in order, and whether Ctrl-C came.
@@ -41,29 +43,36 @@ def run_side_by_side(
     for index in range(len(jobs)):
         waiting.put(index)
 
+    stopping = threading.Event()
+
     def work() -> None:
         while True:
             try:
                 index = waiting.get_nowait()
             except queue.Empty:
                 return
+            if stopping.is_set():
+                outcomes[index].done.set()
+                continue
             try:
                 outcomes[index].value = jobs[index]()
             except BaseException as error:  # noqa: BLE001  # raised again by the caller
                 outcomes[index].error = error
             outcomes[index].done.set()
 
-    # Daemons: a solver that ignores an interrupt must not keep the process alive.
-    for _ in range(min(threads, len(jobs))):
-        threading.Thread(target=work, daemon=True).start()
     interrupted = False
     try:
+        # Daemons: a solver that ignores an interrupt must not keep the process alive.
+        for _ in range(min(threads, len(jobs))):
+            threading.Thread(target=work, daemon=True).start()
         for outcome in outcomes:
             while not outcome.done.wait(_POLL_S):
                 pass
     except KeyboardInterrupt:
         interrupted = True
+        stopping.set()
         interrupt()
+        over_s = time.monotonic() + _GRACE_S
         for outcome in outcomes:
-            outcome.done.wait(_GRACE_S)
+            outcome.done.wait(max(0.0, over_s - time.monotonic()))
     return outcomes, interrupted

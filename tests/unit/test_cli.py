@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,8 @@ import pytest
 from qsync_opt import cli
 from qsync_opt.files import load_plan, load_problem, save_problem
 from qsync_opt.optimize.evaluate import evaluate
+from qsync_opt.optimize.interrupter import Interrupter
+from qsync_opt.optimize.linear import LinearProgram, ProgramSolution
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.optimize.result import METHODS, SOLVERS, SolveParameters, SolveResult, SolveStatus
 from qsync_opt.optimize.solve import solve
@@ -442,6 +446,54 @@ def test_progress_goes_to_the_terminal_and_never_into_the_result(problem_file: P
     assert b"\x1b[" in shown
 
 
+#: Solvers that print, through C's buffered stdout and straight to the descriptor.
+NOISY = """
+import ctypes, importlib, os, sys
+
+def noisy(plain):
+    def call(*arguments):
+        ctypes.CDLL(None).printf(b"a line of a solver\\n")
+        os.write(1, b"another line\\n")
+        return plain(*arguments)
+    return call
+
+for name in ("exact", "minima", "solve"):
+    module = importlib.import_module(f"qsync_opt.optimize.{name}")
+    module.evaluate_device = noisy(module.evaluate_device)
+from qsync_opt import cli
+code = cli.main(sys.argv[1:])
+ctypes.CDLL(None).printf(b"after the command\\n")
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["solve", "{problem}"],
+        ["compare", "{problem}"],
+        ["pareto", "{problem}", "--slacks", "0", "--methods", "exact"],
+        ["explain", "{problem}"],
+        ["export", "{problem}", "{folder}/p.mps"],
+        ["demo", "{problem}", "--output", "{folder}", "--slacks", "0"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_what_solvers_print_stays_out_of_the_result(
+    small_problem: AllocationProblem, tmp_path: Path, arguments: list[str]
+) -> None:
+    path = tmp_path / "problem.json"
+    save_problem(replace(small_problem, deadline_s=None, slack=0.1), path)  # so export solves
+    words = [argument.format(problem=path, folder=tmp_path) for argument in arguments]
+    done = subprocess.run(
+        [sys.executable, "-c", NOISY, *words, "--json"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    result, after = done.stdout.splitlines()
+    assert isinstance(json.loads(result), dict)
+    assert after == "after the command"  # standard output is whole again
+
+
 def test_an_interrupted_solve_shows_its_plan_and_exits_130(
     capsys: Captured, problem_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,6 +507,32 @@ def test_an_interrupted_solve_shows_its_plan_and_exits_130(
     assert code == 130
     assert shown["status"] == "interrupted"
     assert shown["plan"] is not None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ctrl_c_while_a_solver_runs_ends_with_what_is_there(
+    capsys: Captured, problem_file: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """The program of the first kind sends Ctrl-C and goes on until it is told to stop."""
+    begun: list[str] = []
+
+    def endless(
+        program: LinearProgram, *, interrupter: Interrupter, **options: object
+    ) -> ProgramSolution:
+        begun.append(program.name)
+        if len(begun) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        while not interrupter.stopped:
+            time.sleep(0.01)
+        return ProgramSolution(
+            status="unknown", values=None, objective=None, bound=-math.inf, message=""
+        )
+
+    monkeypatch.setattr("qsync_opt.optimize.exact.solve_program", endless)
+    words = ["solve", problem_file, "--plain", "--time-limit", "none", "--threads", threads]
+    code, shown = run_json(capsys, *words)
+    assert (code, shown["status"]) == (130, "interrupted")
+    assert 1 <= len(begun) <= threads  # and none to start with, or to fall back on
 
 
 def test_ctrl_c_before_there_is_anything_exits_130(

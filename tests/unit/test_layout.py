@@ -20,7 +20,7 @@ LAYERS = (
     ("errors", "precision"),
     ("plan", "graph", "costs"),
     # the data
-    ("optimize.arrays",),
+    ("optimize.arrays", "optimize.canonical"),
     ("optimize.problem",),
     ("optimize.device_validation",),
     ("optimize.validation",),
@@ -31,7 +31,9 @@ LAYERS = (
     # what a plan costs, and what is asked and answered
     ("optimize.evaluate",),
     ("optimize.linear", "optimize.ticks", "optimize.elimination", "optimize.knapsack"),
+    ("optimize.workers", "optimize.interrupter"),
     ("optimize.generate", "optimize.result", "optimize.rows", "optimize.choices"),
+    ("optimize.comparison",),
     # the methods
     ("optimize.consistency", "optimize.explanation", "optimize.factors", "optimize.state"),
     ("optimize.floors",),
@@ -40,7 +42,8 @@ LAYERS = (
     # programs in files, and the solvers
     ("optimize.mps_names",),
     ("optimize.mps", "optimize.mps_solution"),
-    ("optimize.mps_reader", "optimize.backends"),
+    ("optimize.mps_reader", "optimize.cbc"),
+    ("optimize.backends",),
     ("optimize.lagrangian", "optimize.minima"),
     ("optimize.core", "optimize.moves"),
     ("optimize.exact",),

@@ -11,7 +11,8 @@ import pytest
 
 from qsync_opt import report
 from qsync_opt.errors import FormatError, ParameterError
-from qsync_opt.optimize.compare import ParetoCurve, pareto
+from qsync_opt.optimize.compare import pareto
+from qsync_opt.optimize.comparison import ParetoCurve
 from qsync_opt.optimize.problem import AllocationProblem
 
 

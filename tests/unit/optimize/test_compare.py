@@ -11,7 +11,8 @@ import pytest
 
 from qsync_opt.errors import InfeasibleError, ParameterError, SolverUnavailableError
 from qsync_opt.optimize import compare as module
-from qsync_opt.optimize.compare import ROW_COLUMNS, compare, pareto
+from qsync_opt.optimize.compare import compare, pareto
+from qsync_opt.optimize.comparison import ROW_COLUMNS
 from qsync_opt.optimize.evaluate import (
     TIME_TOLERANCE,
     evaluate,
@@ -127,7 +128,8 @@ def test_a_deadline_that_no_plan_meets_gives_rows_that_say_so(paced: AllocationP
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (InfeasibleError("no plan: memory"), SolveStatus.INFEASIBLE),
+        (InfeasibleError("no plan: memory", proven=True), SolveStatus.INFEASIBLE),
+        (InfeasibleError("no plan: too slow"), SolveStatus.NO_PLAN_FOUND),
         (SolverUnavailableError("highs", "crashed"), SolveStatus.SOLVER_ERROR),
     ],
 )
@@ -150,9 +152,45 @@ def test_a_method_that_fails_leaves_the_others_alone(
     assert exact.plan is None
 
 
-@pytest.mark.parametrize("methods", [[], "exact", ["simplex"], ["exact", "exact"]])
+def test_after_ctrl_c_no_further_method_is_run(
+    paced: AllocationProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: list[str] = []
+
+    def interrupted(problem: AllocationProblem, *, method: str, **options: Any) -> SolveResult:
+        run.append(method)
+        result = solve(problem, method=method, **options)
+        return replace(result, status=SolveStatus.INTERRUPTED) if method == "greedy" else result
+
+    monkeypatch.setattr(module, "solve", interrupted)
+    uniform, greedy, exact = compare(paced).rows
+    assert run == ["uniform", "greedy"]
+    assert uniform.status is SolveStatus.HEURISTIC
+    assert (greedy.status, exact.status) == (SolveStatus.INTERRUPTED,) * 2
+    assert greedy.plan is not None
+    assert exact.plan is None
+    run.clear()
+    curve = pareto(paced, slacks=[0.0, 0.1])
+    assert run == ["uniform", "greedy"]
+    assert [point.slack for point in curve.points] == [0.0]
+
+
+@pytest.mark.parametrize("name", ["solve", "find_deadline"])
+def test_ctrl_c_before_there_is_a_plan_gives_rows_that_say_so(
+    paced: AllocationProblem, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, name, interrupted)
+    assert {row.status for row in compare(paced).rows} == {SolveStatus.INTERRUPTED}
+    (point,) = pareto(paced, slacks=[0.0, 0.1]).points
+    assert {row.status for row in point.comparison.rows} == {SolveStatus.INTERRUPTED}
+
+
+@pytest.mark.parametrize("methods", [[], "exact", 5, None, ["simplex"], ["exact", "exact"]])
 def test_bad_methods_are_refused_before_anything_is_solved(
-    paced: AllocationProblem, methods: list[str], monkeypatch: pytest.MonkeyPatch
+    paced: AllocationProblem, methods: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a solve was started")
@@ -165,8 +203,23 @@ def test_bad_methods_are_refused_before_anything_is_solved(
         pareto(paced, methods=methods)
 
 
-@pytest.mark.parametrize("slacks", [[], [-0.1], [float("nan")], [float("inf")], [0.1, 0.1], [True]])
-def test_bad_slacks_are_refused(paced: AllocationProblem, slacks: list[float]) -> None:
+@pytest.mark.parametrize(
+    "slacks",
+    [
+        [],
+        "0",
+        0.1,
+        None,
+        [-0.1],
+        [float("nan")],
+        [float("inf")],
+        [1.1e6],
+        [0.1, 0.1],
+        [True],
+        ["0"],
+    ],
+)
+def test_bad_slacks_are_refused(paced: AllocationProblem, slacks: Any) -> None:
     with pytest.raises(ParameterError, match="slacks"):
         pareto(paced, slacks=slacks)
 

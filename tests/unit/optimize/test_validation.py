@@ -398,6 +398,10 @@ def test_casts_are_finite_and_not_negative(name: str, bad: float) -> None:
         ("forward_transient_bytes", [[1, 2, 2**53 + 1]] * 4),
         ("forward_transient_bytes", np.full((4, 3), np.nan)),
         ("backward_transient_bytes", np.full((4, 3), 2**64 - 1, dtype=np.uint64)),
+        ("tensors", []),
+        ("saved", None),
+        ("pins", ["fc"]),
+        ("pins", None),
     ],
 )
 def test_wrong_types_are_refused_by_name(name: str, bad: Any) -> None:
@@ -443,7 +447,20 @@ def test_numpy_scalars_are_numbers() -> None:
         {"slack": float("nan")},
         {"deadline_s": float("inf"), "slack": 0.0},
         {"deadline_s": True, "slack": 0.0},
+        {"slack": 1.1e6},
         {"groups": ((1,),)},
+        {"groups": ("fc",)},
+        {"groups": 5},
+        {"precisions": "fp32"},
+        {"precisions": 5},
+        {"storage": None},
+        {"operators": 5},
+        {"operators": ("conv",)},
+        {"operators": {"conv": 1}},
+        {"buckets": ({"all_reduce_s": 0.1, "size_bytes": 1},)},
+        {"buckets": None},
+        {"devices": tiny_problem().devices[0]},
+        {"devices": (None,)},
     ],
 )
 def test_wrong_types_of_the_problem_are_refused(change: dict[str, Any]) -> None:
@@ -463,6 +480,8 @@ def test_wrong_types_of_the_problem_are_refused(change: dict[str, Any]) -> None:
         ({"bucket": 0.0}, "operators[0].bucket"),
         ({"bucket": "0"}, "operators[0].bucket"),
         ({"follows": (-1,)}, "operators[0].follows"),
+        ({"follows": 0}, "operators[0].follows"),
+        ({"follows": np.array([0, 1])}, "operators[0].follows"),
         ({"follows": ("conv",)}, "operators[0].follows"),
     ],
 )
@@ -514,7 +533,44 @@ def test_arrays_built_past_from_rows_are_checked() -> None:
         assert caught.value.field == field
 
 
-@pytest.mark.parametrize("rows", [[["a"]], [[0.5]], [[True]], [[None]], ["ab"], [3], [[10**30]]])
+@pytest.mark.parametrize("name", ["producer", "consumers", "forward_s"])
+@pytest.mark.parametrize("bad", [[0, 1], None, "0", np.array(["0"])])
+def test_what_is_no_array_is_refused_by_tensors(name: str, bad: Any) -> None:
+    tensors = tiny_problem().devices[0].tensors
+    with pytest.raises(ProblemError, match=rf"tensors\[\*\].{name}: must be an array"):
+        replace(tensors, **{name: bad})
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"savers": [0]}, "saved[*].savers"),
+        ({"size_bytes": None}, "saved[*].bytes"),
+        ({"dtypes": 5}, "saved[*].dtypes"),
+        ({"dtypes": ("fp31",)}, "saved[*].dtypes[0]"),
+    ],
+)
+def test_what_is_no_array_is_refused_by_saved(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ProblemError) as caught:
+        replace(tiny_problem().devices[0].saved, **change)
+    assert caught.value.field == field
+
+
+def test_nobody_else_can_change_the_arrays_of_a_problem() -> None:
+    """Arrays that a caller still holds are copied; those made by `from_rows` are not."""
+    tensors = tiny_problem().devices[0].tensors
+    mine = tensors.forward_s.copy()
+    other = replace(tensors, forward_s=mine)
+    mine[:] = 7.0
+    assert (other.forward_s == tensors.forward_s).all()
+    with pytest.raises(ValueError, match="read-only"):
+        other.forward_s[0, 0, 0] = 1.0
+    assert replace(tensors).forward_s is tensors.forward_s
+
+
+@pytest.mark.parametrize(
+    "rows", [[["a"]], [[0.5]], [[True]], [[None]], ["ab"], [3], [[10**30]], 5, None]
+)
 def test_rows_of_indices_hold_whole_numbers(rows: Any) -> None:
     empty = np.zeros((1, 1, 1))
     with pytest.raises(ProblemError, match=r"tensors\[\*\].consumers"):
