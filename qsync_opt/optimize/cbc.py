@@ -68,7 +68,10 @@ def solve_with_cbc(
         if time_limit_s is not None:
             command += ["-timeMode", "elapsed", "-seconds", repr(max(time_limit_s, 0.01))]
         command += ["-solve", "-solution", str(solution)]
-        code, log = _run(command, interrupter)
+        try:
+            code, log = _run(command, interrupter)
+        except OSError as error:
+            raise SolverUnavailableError("cbc", str(error), _REMEDY) from error
         if interrupter is not None and interrupter.stopped:
             return _without_solution("unknown", "interrupted")
         if code < 0 or not solution.exists():

@@ -311,14 +311,15 @@ def _undominated(items: _Items, objective: FloatArray, use: FloatArray) -> IntAr
         cost = cost[order := np.lexsort(cost.T[::-1])]
         rows = rows[order]
         # Sorted so, an item can only be beaten by one before it.
+        free: BoolArray
         front = np.zeros((0, cost.shape[1]))
         chosen: list[IntArray] = []
         for start in range(0, len(rows), _BLOCK):
             block, mine = cost[start : start + _BLOCK], rows[start : start + _BLOCK]
-            free = np.logical_not(_beaten(front, block))
+            free = ~_beaten(front, block)
             block, mine = block[free], mine[free]
             inner = (block[None, :, :] <= block[:, None, :]).all(axis=2)
-            free = ~np.tril(inner, -1).any(axis=1)
+            free = np.tril(inner, -1).sum(axis=1) == 0
             front = np.vstack([front, block[free]])
             chosen.append(mine[free])
         kept.append(np.sort(np.concatenate(chosen)))

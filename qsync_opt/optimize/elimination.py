@@ -82,8 +82,8 @@ class Elimination:
 
     def _plan(self, active: BoolArray, scopes: list[tuple[int, ...]]) -> None:
         columns = self.columns
-        widest = 1
-        while columns ** (widest + 2) <= LARGEST_TABLE:
+        widest = 1 if columns > 1 else self._variables  # tables of one option have one cell
+        while columns > 1 and columns ** (widest + 2) <= LARGEST_TABLE:
             widest += 1
         alive = dict.fromkeys(np.flatnonzero(active).tolist())
         # Tables by variable: table id -> (scope, first cell).

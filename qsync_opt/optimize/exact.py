@@ -40,6 +40,7 @@ from qsync_opt.optimize.interrupter import Interrupter
 from qsync_opt.optimize.knapsack import KnapsackSearch
 from qsync_opt.optimize.lagrangian import Climb, Lagrangian, Point
 from qsync_opt.optimize.linear import LinearProgram, ProgramSolution, without_plan
+from qsync_opt.optimize.moves import single_changes
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.optimize.result import SolveStatus
 
@@ -59,12 +60,15 @@ _MOST_NODES = 400
 #: Growth of the core from one program to the next.
 _GROWTH = 3
 
-#: Open choices in the core that looks for better plans, and in one that a proof is left to.
-_SMALL_CORE = 60
+#: Open choices in the cores that look for better plans, and in one that a proof is left to.
+_SMALL_CORES = (60, 240)
 _LARGE_CORE = 400
 
+#: Open choices that the back end is given in the edge-flow form rather than branched on.
+_FEW = 60
+
 #: Nodes of the knapsack search in such cores.
-_SMALL_NODES = 100
+_SMALL_NODES = 50
 _LARGE_NODES = 300
 
 #: Nodes of the branching on large operators before all is left to the back end.
@@ -77,8 +81,10 @@ _NODE_ROUNDS = 25
 _RAISES = 8
 
 #: Temperature of the likelihood that branching goes by, as a fraction of the room to prune:
-#: low, because only splitting options that are all but tied lifts the Lagrangian.
+#: low, because only splitting options that are all but tied lifts the Lagrangian. Without a
+#: good incumbent the room is wide; it counts as this fraction of the bound at most.
 _SOFTNESS = 0.02
+_WIDEST = 0.01
 
 #: Plans cut off before a solver is given up on: each is a plan that its tolerance let through.
 _MOST_CUTS = 100
@@ -335,7 +341,7 @@ class KindSolver:
             if bound is not None:
                 done = min(done, max(bound, value))
                 continue
-            for side in self._split(lagrangian, least, value):
+            for side in self._split(lagrangian, climb.best, least, value):
                 there = closed + side
                 child = self._climb_from(lagrangian, climb, there)
                 if not child.impossible:
@@ -350,19 +356,24 @@ class KindSolver:
         least = lagrangian.elimination.conditional_minima(lagrangian.costs(point.prices, closed))
         least = least - lagrangian.constant(point.prices)
         # Sums in another order differ by rounding; never drop an option because of it.
-        least -= _ROUNDING * np.abs(point.value)
+        least -= _ROUNDING * abs(point.value) + lagrangian.rounding(point.prices, point.value)
         return np.where(lagrangian.graph.allowed, least, math.inf)
 
     def _improve(self, lagrangian: Lagrangian, point: Point, least: FloatArray) -> None:
-        """Look for better plans among the choices that are nearest to equal."""
-        threshold = self._core_threshold(least, _SMALL_CORE)
-        if self._deadline_s is None or threshold >= self._target():
+        """Look for better plans among the choices that are nearest to equal.
+
+        A core that is too small cannot make up for what the minimising plan breaks; it grows
+        until it holds all that is still open, which is then left to `_settle`.
+        """
+        if self._deadline_s is None:
             return
-        keep = least < threshold
-        if not keep.any(axis=1).all():
-            return
-        found = self._core(lagrangian, point, keep, threshold)
-        if found is not None:
+        for size in _SMALL_CORES:
+            threshold = self._core_threshold(least, size)
+            if threshold >= self._target() or self._out_of_time():
+                return
+            found = self._core(lagrangian, point, least < threshold, threshold)
+            if found is None:
+                return
             core, column_of, prices = found
             self._search(core, column_of, prices, threshold, _SMALL_NODES)
 
@@ -385,7 +396,7 @@ class KindSolver:
         found = self._core(lagrangian, point, keep, target)
         self._count("core_s", time.perf_counter() - began)
         if found is None:
-            few = self._statistics["open"] <= _SMALL_CORE
+            few = self._statistics["open"] <= _FEW
             if not (whole or few or self._deadline_s is None):
                 return None
             return self._solve_program(
@@ -405,23 +416,32 @@ class KindSolver:
 
         return self._solve_program((program, read, unit, core.constant), target)
 
-    def _split(self, lagrangian: Lagrangian, least: FloatArray, value: float) -> list[FloatArray]:
+    def _split(
+        self, lagrangian: Lagrangian, point: Point, least: FloatArray, value: float
+    ) -> list[FloatArray]:
         """Two masks that close options: the variable whose likely options differ most."""
         graph = lagrangian.graph
-        room = max(self._target() - value, 1e-12 * abs(value)) if self._best else abs(value)
-        weight = np.where(least < self._target(), np.exp((value - least) / room / _SOFTNESS), 0.0)
+        room = min(self._target() - value, _WIDEST * abs(value))
+        softness = max(_SOFTNESS * room, 1e-12 * abs(value), 1e-300)
+        weight = np.where(least < self._target(), np.exp((value - least) / softness), 0.0)
         total = weight.sum(axis=1, keepdims=True)
         share = weight / np.where(total > 0, total, 1.0)
-        cost = np.zeros(graph.allowed.shape)
-        amounts = graph.forward_s + graph.backward_s if self._deadline_s is None else None
-        np.add.at(cost, graph.variable_of, graph.perturbation if amounts is None else amounts)
-        mean = (share * cost).sum(axis=1, keepdims=True)
-        spread = (share * np.abs(cost - mean)).sum(axis=1)
-        spread[(weight > 0).sum(axis=1) < 2] = -1.0
-        pick = int(spread.argmax())
+        # What an option moves: the objective, and every priced row at its price. Near a tie
+        # these cancel, so each is counted by itself.
+        rows = np.flatnonzero(point.prices > 0)
+        changes = single_changes(lagrangian, point.options, rows)
+        priced = changes.use * (point.prices[rows] / lagrangian.scale[rows])
+        parts = np.concatenate([changes.objective[:, :, None], priced], axis=2)
+        mean = (share[:, :, None] * parts).sum(axis=1)
+        spread = (share[:, :, None] * np.abs(parts - mean[:, None, :])).sum(axis=1)
+        total_spread = spread.sum(axis=1)
+        total_spread[(weight > 0).sum(axis=1) < 2] = -1.0
+        pick = int(total_spread.argmax())
+        amount = parts[pick, :, int(spread[pick].argmax())]
         options = np.flatnonzero(weight[pick] > 0)
-        options = options[np.argsort(cost[pick, options], kind="stable")]
-        split = int(np.searchsorted(cost[pick, options], mean[pick, 0], side="right"))
+        options = options[np.argsort(amount[options], kind="stable")]
+        middle = float(mean[pick, int(spread[pick].argmax())])
+        split = int(np.searchsorted(amount[options], middle, side="right"))
         split = min(max(split, 1), len(options) - 1)
         sides = []
         for part in (options[:split], options[split:]):

@@ -29,6 +29,9 @@ _STEPS_PER_TEMPERATURE = 4
 _TEMPERATURES = 3
 _HOTTEST = 0.1
 
+#: Relative error of a sum over the classes.
+_ROUNDING = 1e-14
+
 #: Times a step may be shortened.
 _MOST_HALVINGS = 6
 
@@ -283,15 +286,18 @@ class KnapsackSearch:
         priced = cost + use @ prices
         least = np.minimum.reduceat(priced, start)
         reduced = priced - least[place]
-        value = float(least.sum() - prices @ self._capacity)
+        total, paid = float(least.sum()), prices * self._capacity
+        # High prices make both parts large; what their difference may be off by is given up.
+        slip = _ROUNDING * (float(np.abs(least).sum()) + float(np.abs(paid).sum()))
+        value = total - float(paid.sum()) - slip
         weight = np.exp(reduced * (-1.0 / temperature))
-        total = np.add.reduceat(weight, start)
+        weights = np.add.reduceat(weight, start)
         return _Soft(
             prices=prices,
             value=value,
-            smooth=value - temperature * float(np.log(total).sum()),
+            smooth=value - temperature * float(np.log(weights).sum()),
             reduced=reduced,
-            share=weight / total[place],
+            share=weight / weights[place],
         )
 
     def _direction(
@@ -335,16 +341,22 @@ class KnapsackSearch:
             return []
         cost = self._problem.cost[node.open]
         place = np.cumsum(np.append(False, owner[1:] != owner[:-1]))
-        room = self._cutoff - node.value
-        softness = room * _SOFTNESS if np.isfinite(room) else max(float(np.ptp(cost)), 1e-300)
+        # Without a good solution the room is wide, and says less than the costs themselves.
+        room = min(self._cutoff - node.value, float(node.reduced[possible].max()))
+        softness = max(room * _SOFTNESS, 1e-300)
         share = np.where(possible, np.exp(-node.reduced / softness), 0.0)
         share /= np.add.reduceat(share, node.start)[place]
-        mean = np.add.reduceat(share * cost, node.start)
-        spread = np.add.reduceat(share * np.abs(cost - mean[place]), node.start)
-        pick = int(choices[spread[choices].argmax()])
+        # What an item moves: its cost, and what it uses of every row at the row's price. Near
+        # a tie these cancel, so each is counted by itself.
+        parts = np.column_stack([cost, self._use[node.open] * node.prices])
+        mean = np.add.reduceat(share[:, None] * parts, node.start, axis=0)
+        spread = np.add.reduceat(share[:, None] * np.abs(parts - mean[place]), node.start, axis=0)
+        pick = int(choices[spread.sum(axis=1)[choices].argmax()])
+        part = int(spread[pick].argmax())
         mine = np.flatnonzero(possible & (place == pick))
-        order = mine[np.argsort(cost[mine], kind="stable")]
-        split = int(np.searchsorted(cost[order], mean[pick], side="right"))
+        amount = parts[mine, part]
+        order = mine[np.argsort(amount, kind="stable")]
+        split = int(np.searchsorted(np.sort(amount), mean[pick, part], side="right"))
         split = min(max(split, 1), len(order) - 1)
         others = possible & (place != pick)
         children = []

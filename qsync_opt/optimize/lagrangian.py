@@ -33,6 +33,12 @@ from qsync_opt.optimize.rows import memory_points, time_rows
 
 _MOST_ROUNDS = 300
 
+#: Relative error of a sum over the tables: elimination adds in a tree, about 2 log2(N) deep.
+_ROUNDING = 1e-14
+
+#: A promised gain of this fraction is none.
+_NEGLIGIBLE = 1e-13
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Point:
@@ -111,14 +117,22 @@ class Lagrangian:
                 np.full(len(self.points), budget),
             ]
         )
-        longest = device.optimizer_s + float(graph.forward_s.max(axis=1).sum())
-        longest += float(graph.backward_s.max(axis=1).sum())
         time_scale = 1.0 if deadline_s is None else deadline_s
         self.scale = np.concatenate(
             [np.full(len(rows), time_scale), np.full(len(self.points), max(budget, 1.0))]
         )
-        self._reference = longest if deadline_s is None else self._spread()
+        self._reference = self._spread() if deadline_s is not None else self._longest(past)
         self._lay_out()
+
+    def _longest(self, past: FloatArray) -> float:
+        """An iteration time that no plan exceeds, casts and all-reduces included, seconds."""
+        graph = self.graph
+        total = float(past.max()) + float(graph.forward_s.max(axis=1).sum())
+        total += float(graph.backward_s.max(axis=1).sum())
+        for table in (*graph.lone, *graph.tables):
+            if table.forward_s is not None and table.backward_s is not None:
+                total += float((table.forward_s + table.backward_s).max(axis=1).sum())
+        return total if total > 0 else 1.0
 
     def _spread(self) -> float:
         """By how much the objective can vary: the natural size of a price."""
@@ -209,6 +223,11 @@ class Lagrangian:
         """What the limits subtract from the minimum at these prices."""
         return float((prices / self.scale) @ self.limit)
 
+    def rounding(self, prices: FloatArray, value: float) -> float:
+        """How far sums of this size may be off."""
+        weighed = float((prices / self.scale) @ np.abs(self.limit))
+        return _ROUNDING * (weighed + abs(value)) if math.isfinite(value) else 0.0
+
     def evaluate(self, prices: FloatArray, closed: FloatArray | None = None) -> Point:
         """Value, slope and minimising plan at some prices.
 
@@ -218,9 +237,11 @@ class Lagrangian:
         """
         value, options = self.elimination.minimise(self.costs(prices, closed))
         objective, usage = self.usage(options)
+        constant = self.constant(prices)
+        # High prices make both parts large; what their difference may be off by is given up.
         return Point(
             prices=prices,
-            value=value - self.constant(prices),
+            value=value - constant - self.rounding(prices, value),
             objective=objective,
             excess=(usage - self.limit) / self.scale,
             options=options,
@@ -309,8 +330,9 @@ class Lagrangian:
             used[: self.time_rows] = True
         reach = (0.05 if not known else 0.01) * self._reference
         ceiling = self._reference * (1 + 1e-6) + (0 if self.deadline_s is None else self._low())
+        stalled = False
         for _ in range(rounds):
-            if visit(point) or enough(best.value) or not used.any():
+            if visit(point) or enough(best.value) or stalled or not used.any():
                 break
             prices, promise, at_edge = self._climb(points, best, used, reach)
             gain = promise - best.value
@@ -328,8 +350,10 @@ class Lagrangian:
                     return Climb(best=best, points=points, impossible=True)
             elif not fresh.any():
                 reach *= 0.5
-            if gain <= 1e-13 * max(abs(best.value), abs(promise), 1e-300) and not fresh.any():
-                break
+            smallest = _NEGLIGIBLE * max(abs(best.value), abs(promise), 1e-300)
+            stalled = gain <= smallest and not fresh.any()
+        else:
+            visit(point)
         return Climb(best=best, points=points, impossible=False)
 
     def _low(self) -> float:

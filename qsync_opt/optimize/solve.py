@@ -370,7 +370,9 @@ class _Run:
         """Why the whole stopped: the worst of the kinds."""
         parts = [kind.solution or kind.fastest for kind in self._kinds]
         found = {None if part is None else part.status for part in parts}
-        if any(kind.trouble for kind in self._kinds) and found != {SolveStatus.OPTIMAL}:
+        # Greedy's plan stands, whatever the search for a start met with.
+        done = found <= {SolveStatus.OPTIMAL, SolveStatus.HEURISTIC}
+        if any(kind.trouble for kind in self._kinds) and not done:
             return SolveStatus.SOLVER_ERROR
         for status in (
             SolveStatus.INFEASIBLE,
@@ -388,7 +390,8 @@ class _Run:
 
     def trouble(self) -> str | None:
         """What went wrong with the back end, if anything did."""
-        return "; ".join(kind.trouble for kind in self._kinds if kind.trouble) or None
+        troubles = (kind.trouble for kind in self._kinds if kind.trouble)
+        return "; ".join(dict.fromkeys(troubles)) or None
 
     def _columns(self) -> list[IntArray] | None:
         columns: list[IntArray | None] = [None] * len(self._problem.devices)

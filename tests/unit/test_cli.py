@@ -118,6 +118,22 @@ def test_a_deadline_on_the_command_line_replaces_that_of_the_file(
     assert shown["deadline_s"] == deadline_s
 
 
+@pytest.mark.parametrize("operators", [1, 6])
+def test_with_one_precision_every_method_gives_the_only_plan(
+    capsys: Captured, tmp_path: Path, operators: int
+) -> None:
+    path = tmp_path / "single.json"
+    words = ["generate", str(path), "--operators", str(operators), "--precisions", "1"]
+    assert cli.main(words) == 0
+    capsys.readouterr()
+    plans = []
+    for method in METHODS:
+        code, shown = run_json(capsys, "solve", path, "--method", method)
+        assert code == 0
+        plans.append(shown["plan"])
+    assert all(plan == plans[0] for plan in plans)
+
+
 def test_evaluate_gives_what_the_library_gives(
     capsys: Captured, problem_file: Path, tmp_path: Path
 ) -> None:
@@ -492,6 +508,20 @@ def test_what_solvers_print_stays_out_of_the_result(
     result, after = done.stdout.splitlines()
     assert isinstance(json.loads(result), dict)
     assert after == "after the command"  # standard output is whole again
+
+
+@pytest.mark.parametrize("binary", ["/bin/false", "/bin/true", "/missing/cbc"])
+def test_a_solver_that_fails_is_named_and_auto_falls_back(
+    capsys: Captured, problem_file: Path, monkeypatch: pytest.MonkeyPatch, binary: str
+) -> None:
+    monkeypatch.setattr("qsync_opt.optimize.cbc._binary", lambda: binary)
+    words = ["solve", problem_file, "--solver", "cbc", "--plain", "--method"]
+    code, shown = run_json(capsys, *words, "exact")
+    assert (code, shown["status"], shown["plan"]) == (1, "solver_error", None)
+    code, shown = run_json(capsys, *words, "auto")
+    assert (code, shown["method"], shown["status"]) == (0, "greedy", "heuristic")
+    assert str(shown["fallback_reason"]).count("solver cbc: ") == 1
+    assert shown["plan"] is not None
 
 
 def test_an_interrupted_solve_shows_its_plan_and_exits_130(
