@@ -226,7 +226,7 @@ def _whole_numbers(program: LinearProgram, unit: float) -> tuple[LinearProgram, 
     whole = np.ones(len(start) - 1, dtype=np.bool_)
     np.logical_and.at(whole, owner, program.values == np.floor(program.values))
     factor = np.where(
-        whole & (sums < _CP_SAT_LARGEST_SUM), 1.0, _CP_SAT_LARGEST_SUM / np.maximum(sums, 1e-300)
+        whole & (sums < _CP_SAT_LARGEST_SUM), 1.0, _CP_SAT_LARGEST_SUM / np.maximum(sums, 1e-290)
     )
     # Rows with a lower side only (>=) round up, those with an upper side round down.
     at_least = np.isinf(program.row_upper)

@@ -14,6 +14,7 @@ The order is planned once per graph; a run costs a few microseconds per variable
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +62,7 @@ class Elimination:
     """
 
     def __init__(
-        self, variables: int, columns: int, active: BoolArray, scopes: list[tuple[int, ...]]
+        self, variables: int, columns: int, active: BoolArray, scopes: Sequence[tuple[int, ...]]
     ) -> None:
         self.columns = columns
         sizes = np.array([columns ** len(scope) for scope in scopes], dtype=np.int64)
@@ -80,7 +81,7 @@ class Elimination:
 
     # -- planning --------------------------------------------------------------------------
 
-    def _plan(self, active: BoolArray, scopes: list[tuple[int, ...]]) -> None:
+    def _plan(self, active: BoolArray, scopes: Sequence[tuple[int, ...]]) -> None:
         columns = self.columns
         widest = 1 if columns > 1 else self._variables  # tables of one option have one cell
         while columns > 1 and columns ** (widest + 2) <= LARGEST_TABLE:

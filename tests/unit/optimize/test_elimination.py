@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +22,13 @@ class Sum:
 
     variables: int
     columns: int
-    scopes: list[Scope]
+    scopes: Sequence[Scope]
     costs: FloatArray
     run: Elimination
 
     @staticmethod
     def drawn(
-        rng: np.random.Generator, variables: int, columns: int, scopes: list[Scope], shut: float
+        rng: np.random.Generator, variables: int, columns: int, scopes: Sequence[Scope], shut: float
     ) -> Sum:
         """Costs of both signs; a fraction `shut` of the entries is infinite."""
         active = np.ones(variables, dtype=np.bool_)
@@ -199,7 +200,7 @@ def test_split_variables_give_lower_bounds(seed: int, monkeypatch: pytest.Monkey
     widest = int(rng.integers(2, 4))
     monkeypatch.setattr(elimination, "LARGEST_TABLE", columns**widest)
     # All pairs, and some larger tables that just fit: every variable has too many neighbours.
-    scopes = list(itertools.combinations(range(variables), 2))
+    scopes: list[Scope] = list(itertools.combinations(range(variables), 2))
     scopes += [s for s in random_scopes(rng, variables, widest) if len(s) == widest]
     tables = Sum.drawn(rng, variables, columns, scopes, 0.1 * (seed % 2))
     assert tables.run.exact is (variables <= widest)

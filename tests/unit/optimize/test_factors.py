@@ -19,7 +19,7 @@ from qsync_opt.optimize.evaluate import (
 )
 from qsync_opt.optimize.factors import FactorGraph
 from qsync_opt.optimize.generate import generate_problem
-from qsync_opt.optimize.lagrangian import Lagrangian
+from qsync_opt.optimize.lagrangian import Lagrangian, Point
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from tests.tiny_problems import UNLIMITED, random_column, tiny_problem
 
@@ -78,9 +78,7 @@ def test_the_tables_say_what_evaluate_says(seed: int) -> None:
             none, same = clock.usage(options)
             assert none == 0.0
             np.testing.assert_array_equal(use, same)
-            np.testing.assert_allclose(
-                largest_rows(clock, use), rows_of(part, device), rtol=1e-12
-            )
+            np.testing.assert_allclose(largest_rows(clock, use), rows_of(part, device), rtol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -102,10 +100,10 @@ def test_every_plan_that_keeps_the_rules_has_options(seed: int) -> None:
             assert lagrangian.allows(options)
 
 
-def test_a_graph_over_some_options_is_the_same_graph(seed: int = 3) -> None:
+def test_a_graph_over_some_options_is_the_same_graph() -> None:
     # What remains must cost the same: variables with one option keep their share.
-    rng = np.random.default_rng(seed)
-    problem = generate_problem(operators=40, precisions=3, devices=1, seed=seed, tightness=0.5)
+    rng = np.random.default_rng(3)
+    problem = generate_problem(operators=40, precisions=3, devices=1, seed=3, tightness=0.5)
     (device,) = problem.devices
     whole = FactorGraph(problem, device, allowed_columns(problem, device))
     domain = allowed_columns(problem, device)
@@ -143,9 +141,7 @@ def test_split_tables_never_exceed_the_true_cost(
             every = np.zeros(len(clock.elimination.copy_of), dtype=np.int64)
             every[:] = options[clock.elimination.copy_of]
             _, use = clock.usage(every)
-            assert (
-                largest_rows(clock, use) <= rows_of(part, device) * (1 + 1e-12) + 1e-12
-            ).all()
+            assert (largest_rows(clock, use) <= rows_of(part, device) * (1 + 1e-12) + 1e-12).all()
 
 
 def test_tables_are_split_where_they_would_be_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +221,14 @@ def test_a_climb_ends_between_its_start_and_the_optimum(seed: int, minimise_time
             continue
         values: list[float] = []
 
+        def seen(point: Point, values: list[float] = values) -> bool:
+            values.append(point.value)
+            return False
+
         lagrangian = Lagrangian(graph, None if minimise_time else problem.deadline_s)
         climb = lagrangian.maximise(
             tolerance=1e-9,
-            visit=lambda point: values.append(point.value) is not None,  # noqa: B023
+            visit=seen,
             enough=lambda value: False,
         )
         column = (

@@ -12,13 +12,13 @@ import pytest
 from qsync_opt.optimize.arrays import IntArray
 from qsync_opt.optimize.knapsack import Knapsack, KnapsackSearch, KnapsackSolution
 
-SEEDS = 150
+SEEDS = 60
 
 
 def drawn(seed: int) -> Knapsack:
-    """One to six classes of one to five items; one to three rows; uses of both signs."""
+    """One to five classes of one to four items; one to three rows; uses of both signs."""
     rng = np.random.default_rng(seed)
-    counts = rng.integers(1, 6, size=int(rng.integers(1, 7)))
+    counts = rng.integers(1, 5, size=int(rng.integers(1, 6)))
     start = np.concatenate([[0], np.cumsum(counts)])
     rows = int(rng.integers(1, 4))
     use = rng.normal(size=(start[-1], rows)) * 10.0 ** rng.integers(-3, 9, size=rows)
@@ -97,11 +97,11 @@ def test_the_search_finds_the_best_choice(seed: int, prices: float) -> None:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_without_a_solution_the_bound_is_infinite(seed: int) -> None:
-    drawn_ = drawn(seed)
-    lowest = np.minimum.reduceat(drawn_.use, drawn_.start[:-1]).sum(axis=0)
-    size = np.abs(drawn_.use).max(axis=0)
+    whole = drawn(seed)
+    lowest = np.minimum.reduceat(whole.use, whole.start[:-1]).sum(axis=0)
+    size = np.abs(whole.use).max(axis=0)
     knapsack = Knapsack(
-        start=drawn_.start, cost=drawn_.cost, use=drawn_.use, capacity=lowest - 1e-3 * size - 1e-9
+        start=whole.start, cost=whole.cost, use=whole.use, capacity=lowest - 1e-3 * size - 1e-9
     )
     found = searched(knapsack)
     assert found.complete
@@ -171,7 +171,7 @@ def test_a_search_told_to_stop_does_no_work() -> None:
 def test_one_byte_of_100_gb_decides(seed: int) -> None:
     # Whole bytes beyond 2^36 and a bound that needs prices of 1e9 per unit of cost.
     rng = np.random.default_rng(seed)
-    classes = 8
+    classes = 6
     start = np.arange(0, 2 * classes + 1, 2)
     full = 11 * 10**9 + rng.integers(0, 2_000, size=classes)
     half = full // 2 + rng.integers(-900, 900, size=classes)
