@@ -246,38 +246,18 @@ def _whole_numbers(program: LinearProgram, unit: float) -> tuple[LinearProgram, 
 
 
 def solve_linear(program: LinearProgram) -> FloatArray:
-    """The minimiser of a small linear program (Glop).
+    """The minimiser of a small linear program (Glop; HiGHS where Glop calls it imprecise).
 
     Raises:
-        SolverUnavailableError: Glop is missing or does not solve it.
+        SolverUnavailableError: OR-Tools is missing, or neither solves it.
     """
     mathopt = _import_math_opt("glop")
     model = _proto(program, program.objective, program.integer)
-    result = _call("glop", mathopt, model, mathopt.SolverType.GLOP, None)
-    answer = _read(mathopt, result, 1.0, len(program.objective))
-    if answer.values is None:
-        raise SolverUnavailableError("glop", f"no solution of {program.name}: {answer.message}")
-    return answer.values
-
-
-def solve_relaxation(program: LinearProgram) -> tuple[FloatArray, FloatArray] | None:
-    """Values [C] and dual values [R] of a linear program (Glop); None if it is infeasible.
-
-    Raises:
-        SolverUnavailableError: Glop is missing or gives no answer.
-    """
-    mathopt = _import_math_opt("glop")
-    rows, columns = program.shape
-    model = _proto(program, program.objective, program.integer)
-    result = _call("glop", mathopt, model, mathopt.SolverType.GLOP, None)
-    reason = mathopt.TerminationReason
-    if result.termination.reason in (reason.INFEASIBLE, reason.INFEASIBLE_OR_UNBOUNDED):
-        return None
-    if result.termination.reason is not reason.OPTIMAL or not result.has_dual_feasible_solution():
-        detail = f"no solution of {program.name}: {result.termination.reason.name}"
-        raise SolverUnavailableError("glop", detail)
-    solution = result.solutions[0]
-    # Keys come in the order of their ids, which is the order of columns and rows.
-    values = np.fromiter(solution.primal_solution.variable_values.values(), np.float64, columns)
-    duals = np.fromiter(solution.dual_solution.dual_values.values(), np.float64, rows)
-    return values, duals
+    messages = []
+    for kind in (mathopt.SolverType.GLOP, mathopt.SolverType.HIGHS):
+        result = _call(kind.name.lower(), mathopt, model, kind, None)
+        answer = _read(mathopt, result, 1.0, len(program.objective))
+        if answer.values is not None:
+            return answer.values
+        messages.append(f"{kind.name} {answer.message}")
+    raise SolverUnavailableError("glop", f"no solution of {program.name}: {'; '.join(messages)}")

@@ -57,12 +57,13 @@ class Tables:
         """How many variables each table is over."""
         return int(self.scope.shape[1])
 
-    def entry(self, options: IntArray, columns: int) -> IntArray:
-        """Flat index of each table's entry under an assignment of options, [n]."""
-        index = np.zeros(len(self.scope), dtype=np.int64)
-        for position in range(self.arity):
-            index = index * columns + options[self.scope[:, position]]
-        return index
+
+def entries(scope: IntArray, options: IntArray, columns: int) -> IntArray:
+    """Flat index of each table's entry under an assignment of options, [n]."""
+    index = np.zeros(len(scope), dtype=np.int64)
+    for position in range(scope.shape[1]):
+        index = index * columns + options[scope[:, position]]
+    return index
 
 
 class FactorGraph:

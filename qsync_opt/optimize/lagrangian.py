@@ -27,7 +27,7 @@ from qsync_opt.optimize.arrays import FloatArray, IntArray
 from qsync_opt.optimize.backends import solve_linear
 from qsync_opt.optimize.elimination import Elimination
 from qsync_opt.optimize.evaluate import TIME_TOLERANCE
-from qsync_opt.optimize.factors import FactorGraph, Tables
+from qsync_opt.optimize.factors import FactorGraph, Tables, entries
 from qsync_opt.optimize.linear import LazyNames, ProgramBuilder
 from qsync_opt.optimize.rows import memory_points, time_rows
 
@@ -257,9 +257,7 @@ class Lagrangian:
         backward = graph.backward_s[rows, option]
         kept = np.zeros(count)
         for table, scope in self.scoped_tables():
-            entry = np.zeros(len(scope), dtype=np.int64)
-            for position in range(table.arity):
-                entry = entry * columns + options[scope[:, position]]
+            entry = entries(scope, options, columns)
             lines = np.arange(len(scope))
             if table.forward_s is not None and table.backward_s is not None:
                 forward += float(table.forward_s[lines, entry].sum())
@@ -286,9 +284,7 @@ class Lagrangian:
             return False
         for table, scope in self.scoped_tables():
             if table.blocked is not None:
-                entry = np.zeros(len(scope), dtype=np.int64)
-                for position in range(table.arity):
-                    entry = entry * columns + options[scope[:, position]]
+                entry = entries(scope, options, columns)
                 if table.blocked[np.arange(len(scope)), entry].any():
                     return False
         return True

@@ -1,8 +1,6 @@
-"""Plans near a plan: the effect of every single change, and the best one or two together.
+"""`single_changes`: the effect of every single change of a plan, all priced at once.
 
-All changes of one variable are priced at once by reading each table with one option replaced.
-Two changes of variables that share no table add up exactly; every combination that looks good
-is checked by its true use, so that those that share one do no harm.
+Each table is read with one option replaced, and the differences are summed by variable.
 """
 
 from __future__ import annotations
@@ -12,16 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.optimize.arrays import FloatArray, IntArray
+from qsync_opt.optimize.factors import entries
 from qsync_opt.optimize.lagrangian import Lagrangian
-
-#: Changes that are combined in pairs, those of the least reduced cost.
-_MOST_PAIRED = 400
-
-#: Combinations whose true use is checked before giving up.
-_MOST_CHECKED = 12
-
-#: Steps from one plan.
-_MOST_STEPS = 30
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,9 +75,7 @@ def single_changes(lagrangian: Lagrangian, options: IntArray, rows: IntArray) ->
     for table, scope in lagrangian.scoped_tables():
         if table.blocked is not None:
             continue
-        entry = np.zeros(len(scope), dtype=np.int64)
-        for position in range(table.arity):
-            entry = entry * columns + options[scope[:, position]]
+        entry = entries(scope, options, columns)
         lines = np.arange(len(scope))[:, None]
         for position in range(table.arity):
             stride = columns ** (table.arity - 1 - position)
@@ -104,90 +92,3 @@ def single_changes(lagrangian: Lagrangian, options: IntArray, rows: IntArray) ->
     objective = objective.reshape(variables, columns) - objective[here][:, None]
     use = use.reshape(len(rows), variables, columns) - use[:, here][:, :, None]
     return Changes(objective=objective, use=use.transpose(1, 2, 0))
-
-
-def descend(
-    lagrangian: Lagrangian, options: IntArray, prices: FloatArray, below: float
-) -> tuple[float, IntArray] | None:
-    """From a plan that may break rows, by changes of one or two variables, to a good one.
-
-    Args:
-        lagrangian: exact, with perturbation as its objective.
-        options: the plan, [V].
-        prices: good prices; they say which changes are cheap.
-        below: objectives that are not below this are of no use.
-
-    Returns:
-        Objective and options of the best plan found that keeps every row, or None.
-    """
-    graph, columns = lagrangian.graph, lagrangian.graph.columns
-    variables = len(graph.allowed)
-    best: tuple[float, IntArray] | None = None
-    objective, use = lagrangian.usage(options)
-    for _ in range(_MOST_STEPS):
-        room = lagrangian.limit - use
-        rows = np.flatnonzero((prices > 0) | (room < 0))
-        if (room >= 0).all() and objective < below:
-            best, below = (objective, options), objective
-        changes = single_changes(lagrangian, options, rows)
-        reduced = changes.objective + changes.use @ (prices[rows] / lagrangian.scale[rows])
-        reduced[~graph.allowed] = np.inf
-        reduced[np.arange(variables), options[:variables]] = np.inf
-        order = np.argsort(reduced, axis=None, kind="stable")[:_MOST_PAIRED]
-        order = order[np.isfinite(reduced.ravel()[order])]
-        step = _best_step(
-            lagrangian,
-            options,
-            order,
-            changes.objective.ravel()[order],
-            changes.use.reshape(-1, len(rows))[order],
-            room[rows],
-            below - objective,
-            columns,
-        )
-        if step is None:
-            break
-        objective, use, options = step
-    return best
-
-
-def _best_step(
-    lagrangian: Lagrangian,
-    options: IntArray,
-    cells: IntArray,
-    gain: FloatArray,
-    use: FloatArray,
-    room: FloatArray,
-    below: float,
-    columns: int,
-) -> tuple[float, FloatArray, IntArray] | None:
-    """The change of one or two variables that keeps all rows at the least objective."""
-    if not len(cells):
-        return None
-    # Change 0 is no change, so that pairs include single changes.
-    gain = np.append(0.0, gain)
-    use = np.vstack([np.zeros(use.shape[1]), use])
-    variable = np.append(-1, cells // columns)
-    pair = gain[:, None] + gain[None, :]
-    fits = pair < below - 1e-12 * abs(below)
-    fits &= variable[:, None] != variable[None, :]
-    fits &= np.arange(len(gain))[:, None] < np.arange(len(gain))[None, :]
-    for row in range(use.shape[1]):
-        fits &= use[:, row][:, None] + use[:, row][None, :] <= room[row]
-    first, second = np.nonzero(fits)
-    if not len(first):
-        return None
-    value = pair[first, second]
-    pick = np.argsort(value, kind="stable")[:_MOST_CHECKED]
-    for index in pick.tolist():
-        changed = options.copy()
-        for change in (int(first[index]), int(second[index])):
-            if change:
-                cell = int(cells[change - 1])
-                changed[cell // columns] = cell % columns
-        if not lagrangian.allows(changed):
-            continue
-        objective, used = lagrangian.usage(changed)
-        if (used <= lagrangian.limit).all():
-            return objective, used, changed
-    return None
