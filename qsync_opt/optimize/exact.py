@@ -152,7 +152,7 @@ class KindSolver:
         self._time_left, self._stop, self._report = time_left, stop, report
         self._plain, self._interrupter = plain, interrupter
         self._best: tuple[float, float, IntArray] | None = None
-        self._bound = -math.inf
+        self._bound = 0.0  # neither a perturbation nor a time is negative
         self._statistics: dict[str, float] = {}
 
     # -- incumbent -------------------------------------------------------------------------
@@ -210,7 +210,8 @@ class KindSolver:
         if not graph.feasible:
             return self._finish(SolveStatus.INFEASIBLE)
         if self._plain:
-            self._bound = self._solve_program(self._flow_program(domain), math.inf)
+            proven = self._solve_program(self._flow_program(domain), math.inf)
+            self._bound = max(self._bound, proven)
             return self._finish(None)
         began = time.perf_counter()
         lagrangian = Lagrangian(graph, self._deadline_s)
@@ -254,7 +255,7 @@ class KindSolver:
                 status = SolveStatus.TIME_LIMIT
         if status is SolveStatus.INFEASIBLE and self._best is not None:
             # A verified plan contradicts the proof: believe the plan, claim nothing.
-            status, self._bound = SolveStatus.TIME_LIMIT, -math.inf
+            status, self._bound = SolveStatus.TIME_LIMIT, 0.0
         bound = math.inf if status is SolveStatus.INFEASIBLE else min(self._bound, self._upper)
         if self._upper - bound <= 10 * _ROUNDING * abs(self._upper):
             bound = self._upper  # equal but for rounding
