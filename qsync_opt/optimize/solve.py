@@ -111,10 +111,11 @@ def find_deadline(
     run.find_deadline()
     if run.interrupted:
         raise KeyboardInterrupt
+    trouble = run.trouble()
+    if trouble is not None:  # a plan that was found is not known to be the fastest
+        raise SolverUnavailableError(parameters.solver, trouble)
     if run.deadline_s is None:
         status = run.status()
-        if status is SolveStatus.SOLVER_ERROR:
-            raise SolverUnavailableError(parameters.solver, run.trouble() or status.value)
         raise InfeasibleError(
             f"no plan of {problem.name} fits the memory ({status.value})."
             " qsync_opt.explain(problem) says which budget is too small",

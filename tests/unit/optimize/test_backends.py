@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 import os
@@ -17,8 +18,8 @@ from qsync_opt.errors import SolverUnavailableError
 from qsync_opt.optimize import backends, cbc
 from qsync_opt.optimize.arrays import FloatArray
 from qsync_opt.optimize.backends import solve_program
-from qsync_opt.optimize.generate import generate_problem
 from qsync_opt.optimize.formulation import formulate
+from qsync_opt.optimize.generate import generate_problem
 from qsync_opt.optimize.linear import LazyNames, LinearProgram, ProgramBuilder, without_plan
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.optimize.result import SOLVERS, SolveParameters, SolveStatus
@@ -160,13 +161,11 @@ def broken_cbc(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> No
 
 def missing_pulp(monkeypatch: pytest.MonkeyPatch) -> None:
     cbc._binary.cache_clear()
-    monkeypatch.setattr(cbc.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
 
 @pytest.mark.parametrize("solver", MATH_OPT)
-def test_a_refusal_is_reported_with_its_cause(
-    solver: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_is_reported_with_its_cause(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken_math_opt(monkeypatch)
     with pytest.raises(SolverUnavailableError, match=f"solver {solver}: the column is on fire"):
         solve_program(random_program(0), solver=solver)

@@ -95,7 +95,7 @@ def test_the_search_finds_the_best_choice(seed: int, prices: float) -> None:
     assert found.bound == pytest.approx(optimum, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", range(0, SEEDS, 3))
 def test_without_a_solution_the_bound_is_infinite(seed: int) -> None:
     whole = drawn(seed)
     lowest = np.minimum.reduceat(whole.use, whole.start[:-1]).sum(axis=0)
