@@ -147,7 +147,7 @@ def evaluate_columns(
     violations: list[Violation] = []
     for device, column in zip(problem.devices, columns, strict=True):
         devices[device.name] = evaluate_device(problem, device, column)
-        violations += _broken_rules(problem, device, column)
+        violations += broken_rules(problem, device, column)
     time_s = recurrence_s(problem, [part.ready_s for part in devices.values()])
     time_s = max(time_s, *(part.compute_s for part in devices.values()))
     for device in problem.devices:
@@ -341,9 +341,11 @@ def follower_columns(problem: AllocationProblem, column: IntArray) -> IntArray:
     return result
 
 
-def _broken_rules(
+def broken_rules(
     problem: AllocationProblem, device: DeviceKind, column: IntArray
 ) -> list[Violation]:
+    """The pins, groups and followers that a plan of one device kind does not obey."""
+
     def broken(resource: str, index: int, limit: object) -> Violation:
         return Violation(
             device=device.name,

@@ -31,6 +31,7 @@ from qsync_opt.optimize.canonical import kind_sha256
 from qsync_opt.optimize.evaluate import (
     Evaluation,
     allowed_columns,
+    broken_rules,
     evaluate_columns,
     evaluate_device,
     plan_columns,
@@ -335,7 +336,8 @@ class _Run:
 
     def _solve_exactly(self, kind: _Kind, deadline_s: float) -> None:
         solver = kind.solver = self._kind_solver(kind, deadline_s, self._parameters.relative_gap)
-        starts = [] if self._hint is None else [self._hint[index] for index in kind.members]
+        hints = [] if self._hint is None else [self._hint[index] for index in kind.members]
+        starts = [h for h in hints if not broken_rules(self._problem, kind.device, h)]
         began = time.perf_counter()
         # Exact is never worse than greedy because greedy's plan is where it starts; a plain
         # program has no use for a start, nor the time for one.
