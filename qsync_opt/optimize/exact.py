@@ -33,7 +33,12 @@ from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
 from qsync_opt.optimize.backends import solve_program
 from qsync_opt.optimize.baselines import improve_columns
 from qsync_opt.optimize.core import Core, find_core
-from qsync_opt.optimize.evaluate import TIME_TOLERANCE, allowed_columns, evaluate_device
+from qsync_opt.optimize.evaluate import (
+    TIME_TOLERANCE,
+    allowed_columns,
+    broken_rules,
+    evaluate_device,
+)
 from qsync_opt.optimize.factors import FactorGraph
 from qsync_opt.optimize.formulation import formulate
 from qsync_opt.optimize.interrupter import Interrupter
@@ -152,6 +157,7 @@ class KindSolver:
         self._time_left, self._stop, self._report = time_left, stop, report
         self._plain, self._interrupter = plain, interrupter
         self._best: tuple[float, float, IntArray] | None = None
+        self._loose = False
         self._bound = 0.0  # neither a perturbation nor a time is negative
         self._statistics: dict[str, float] = {}
 
@@ -159,6 +165,9 @@ class KindSolver:
 
     def offer(self, column: IntArray) -> bool:
         """Take a plan as the incumbent if it is feasible and better; says whether it was."""
+        # Only tables that were split or left out can propose a plan against the rules.
+        if self._loose and broken_rules(self._problem, self._device, column):
+            return False
         part = evaluate_device(self._problem, self._device, column)
         if part.peak_memory_bytes > self._device.memory_bytes:
             return False
@@ -215,6 +224,7 @@ class KindSolver:
             return self._finish(None)
         began = time.perf_counter()
         lagrangian = Lagrangian(graph, self._deadline_s)
+        self._loose = not lagrangian.exact
         self._statistics["variables"] = float((graph.allowed.sum(axis=1) > 1).sum())
         self._statistics["exact_tables"] = float(lagrangian.exact)
         self._statistics["graph_s"] = time.perf_counter() - began
