@@ -552,7 +552,9 @@ class KindSolver:
         ).solve()
         self._count("nodes", solution.nodes)
         bound = core.constant + solution.bound
-        return min(bound - _ROUNDING * abs(bound), threshold), solution.complete
+        if math.isfinite(bound):  # infinite where no plan is below the target
+            bound -= _ROUNDING * abs(bound)
+        return min(bound, threshold), solution.complete
 
     def _solve_program(self, built: _Program, threshold: float) -> float:
         """Let the back end solve a program, and verify what it proposes.

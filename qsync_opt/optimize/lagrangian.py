@@ -386,5 +386,7 @@ class Lagrangian:
         x = solve_linear(builder.build())
         prices = np.zeros(len(used))
         prices[rows] = np.maximum(x[price], 0.0) * unit
+        if self.deadline_s is None:  # at the solver's tolerance the bound would be too high
+            prices[: self.time_rows] /= prices[: self.time_rows].sum()
         edge = (prices[rows] >= high * (1 - 1e-9)) | ((prices[rows] <= low) & (low > 0))
         return prices, float(x[value][0]) * unit, bool(edge.any())

@@ -78,7 +78,7 @@ def each_kind(
 # -- budgets ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(seed=seeds, more=st.integers(min_value=0, max_value=2**40))
 def test_more_memory_never_worsens_the_objective(seed: int, more: int) -> None:
     problem = tiny_problem(seed)
@@ -89,7 +89,7 @@ def test_more_memory_never_worsens_the_objective(seed: int, more: int) -> None:
     assert no_worse(cost(exact(each_kind(problem, grown))), cost(exact(problem)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(seed=seeds, slack=st.floats(min_value=0, max_value=2), more=st.floats(0, 2))
 def test_more_slack_never_worsens_the_objective(seed: int, slack: float, more: float) -> None:
     problem = replace(tiny_problem(seed), deadline_s=None)
@@ -99,7 +99,7 @@ def test_more_slack_never_worsens_the_objective(seed: int, slack: float, more: f
     assert (tight.deadline_s is None) is (loose.deadline_s is None)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(seed=seeds, factor=st.floats(min_value=1, max_value=3))
 def test_a_later_deadline_never_worsens_the_objective(seed: int, factor: float) -> None:
     problem = tiny_problem(seed)
@@ -171,7 +171,7 @@ def columns(problem: AllocationProblem, result: SolveResult) -> list[list[int]] 
     return [column.tolist() for column in plan_columns(problem, result.plan)]
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(seed=seeds, power=st.integers(-40, 40), slack=st.booleans())
 def test_binary_units_of_time_change_nothing(seed: int, power: int, slack: bool) -> None:
     problem = tiny_problem(seed)
@@ -183,14 +183,14 @@ def test_binary_units_of_time_change_nothing(seed: int, power: int, slack: bool)
     assert columns(problem, first) == columns(scaled, second)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(seed=seeds, factor=st.sampled_from([1e-9, 1e-3, 1e3, 1e6]))
 def test_decimal_units_of_time_change_nothing(seed: int, factor: float) -> None:
     problem = tiny_problem(seed)
     assert same(cost(exact(problem)), cost(exact(timed(problem, factor))))
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(seed=seeds, factor=st.sampled_from([2, 3, 1000, 1024]))
 def test_units_of_memory_change_nothing(seed: int, factor: int) -> None:
     problem = tiny_problem(seed)
@@ -200,7 +200,7 @@ def test_units_of_memory_change_nothing(seed: int, factor: int) -> None:
     assert columns(problem, first) == columns(scaled, second)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(seed=seeds, factor=st.sampled_from([2.0**-30, 1e-30, 1e-3, 1e3, 2.0**30, 1e30]))
 def test_units_of_perturbation_change_only_the_unit(seed: int, factor: float) -> None:
     problem = tiny_problem(seed)
@@ -211,7 +211,7 @@ def test_units_of_perturbation_change_only_the_unit(seed: int, factor: float) ->
 # -- names and order ----------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(seed=seeds)
 def test_names_of_operators_change_nothing(seed: int) -> None:
     problem = tiny_problem(seed)
@@ -234,7 +234,7 @@ def test_names_of_operators_change_nothing(seed: int) -> None:
     assert columns(problem, first) == columns(renamed, second)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(seed=seeds)
 def test_the_order_of_the_kinds_changes_nothing(seed: int) -> None:
     problem = tiny_problem(seed)
@@ -283,7 +283,7 @@ def test_exact_is_no_worse_than_greedy_and_greedy_than_uniform(seed: int, slack:
     assert cost(solve(problem, method="auto", parameters=EXACT)) == best
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(seed=seeds)
 def test_kinds_apart_are_kinds_together_are_the_recurrence(seed: int) -> None:
     problem = tiny_problem(seed)
@@ -311,7 +311,7 @@ def test_kinds_apart_are_kinds_together_are_the_recurrence(seed: int) -> None:
         assert end <= problem.deadline_s * (1 + 1e-9)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(seed=seeds)
 def test_a_hint_never_makes_it_worse(seed: int) -> None:
     problem = tiny_problem(seed)
@@ -343,11 +343,26 @@ def test_a_plan_goes_through_a_file_unchanged(seed: int) -> None:
     assert evaluate(problem, back) == result.evaluation
 
 
+@settings(max_examples=30)
+@given(seed=seeds, gap=st.floats(min_value=1e-6, max_value=0.5))
+def test_a_gap_holds_and_its_bound_is_true(seed: int, gap: float) -> None:
+    problem = tiny_problem(seed)
+    best = solve(problem, method="brute_force")
+    result = solve(problem, method="exact", parameters=replace(EXACT, relative_gap=gap))
+    assert result.status is best.status
+    if best.objective is not None:
+        assert result.bound is not None
+        assert result.gap is not None
+        assert result.gap <= gap
+        assert no_worse(result.bound, best.objective)
+        assert no_worse(cost(result) * (1 - gap), best.objective)
+
+
 # -- larger problems, and tables too large to be exact ------------------------------------------
 
 
 @pytest.mark.parametrize("costs", ["independent", "correlated", "inverse"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_bounds_and_reductions_keep_the_optimum(seed: int, costs: str) -> None:
     problem = generate_problem(
         operators=24, precisions=3, devices=1, seed=seed, tightness=0.35, costs=costs
@@ -359,7 +374,7 @@ def test_the_bounds_and_reductions_keep_the_optimum(seed: int, costs: str) -> No
 
 
 @pytest.mark.parametrize("largest", [4, 9])
-@pytest.mark.parametrize("first", range(0, 120, 30))
+@pytest.mark.parametrize("first", range(0, 90, 30))
 def test_split_tables_keep_the_optimum(
     first: int, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,7 +401,7 @@ from tests.tiny_problems import tiny_problem
 problems = [tiny_problem(seed) for seed in range(12)]
 problems += [
     generate_problem(operators=60, precisions=4, devices=3, seed=seed, tightness=0.3)
-    for seed in range(2)
+    for seed in range(1)
 ]
 answers = []
 for problem in problems:

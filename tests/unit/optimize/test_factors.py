@@ -212,7 +212,8 @@ def test_a_plan_found_at_some_prices_attains_their_value(seed: int) -> None:
 
 
 @pytest.mark.parametrize("minimise_time", [False, True], ids=["perturbation", "time"])
-@pytest.mark.parametrize("seed", range(SEEDS))
+# On 141 Glop leaves the prices of time, which sum to 1, at 1 + 3e-8.
+@pytest.mark.parametrize("seed", [*range(SEEDS), 141])
 def test_a_climb_ends_between_its_start_and_the_optimum(seed: int, minimise_time: bool) -> None:
     for problem, device in kinds(seed):
         assert problem.deadline_s is not None

@@ -32,7 +32,7 @@ from qsync_opt.optimize.solve import solve
 from qsync_opt.precision import Precision
 from tests.tiny_problems import UNLIMITED, random_column, tiny_problem
 
-SEEDS = 100
+SEEDS = 60
 _NAME = re.compile(r"(\w+)\[([^\]]*)\](.*)")
 
 
@@ -193,7 +193,7 @@ def test_the_plans_tried_are_of_both_sorts() -> None:
             judged = evaluate_columns(problem, columns, problem.deadline_s)
             verdicts[judged.feasible] += 1
             resources |= {violation.resource for violation in judged.violations}
-    assert min(verdicts.values()) > 300
+    assert min(verdicts.values()) > 200
     assert resources == {"memory", "deadline", "follower"}
     assert carries > 50
 

@@ -12,7 +12,7 @@ import pytest
 from qsync_opt.optimize.arrays import IntArray
 from qsync_opt.optimize.knapsack import Knapsack, KnapsackSearch, KnapsackSolution
 
-SEEDS = 60
+SEEDS = 40
 
 
 def drawn(seed: int) -> Knapsack:
