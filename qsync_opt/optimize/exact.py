@@ -45,7 +45,7 @@ from qsync_opt.optimize.interrupter import Interrupter
 from qsync_opt.optimize.knapsack import KnapsackSearch
 from qsync_opt.optimize.lagrangian import Climb, Lagrangian, Point
 from qsync_opt.optimize.linear import LinearProgram, ProgramSolution, without_plan
-from qsync_opt.optimize.moves import single_changes
+from qsync_opt.optimize.moves import exchanged, single_changes
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.optimize.result import SolveStatus
 
@@ -56,25 +56,19 @@ _Program = tuple[LinearProgram, Callable[[FloatArray], tuple[IntArray, IntArray]
 #: Part of the gap that a back end may leave: rounding and the objective's change take the rest.
 _OWN_GAP = 0.9
 
-#: Part of the gap that a back end may leave: rounding and the objective's change take the rest.
-_OWN_GAP = 0.9
-
-#: Nodes of the knapsack search before the back end, which has cuts, is given the knapsack.
-_MOST_NODES = 400
-
-#: Growth of the core from one program to the next.
-_GROWTH = 3
-
 #: Open choices in the cores that look for better plans, and in one that a proof is left to.
 _SMALL_CORES = (60, 240)
-_LARGE_CORE = 400
+_LARGE_CORE = 2_500
+
+#: Exchanges that are made before a plan is evaluated; one at a time once they meet.
+_EXCHANGES = (6, 1)
 
 #: Open choices that the back end is given in the edge-flow form rather than branched on.
 _FEW = 60
 
-#: Nodes of the knapsack search in such cores.
-_SMALL_NODES = 50
-_LARGE_NODES = 300
+#: Labels of the knapsack search in such cores, one beam after another.
+_WIDTH = 100
+_MERGED_WIDTHS = (500, 4_000)
 
 #: Nodes of the branching on large operators before all is left to the back end.
 _MOST_BRANCHINGS = 60
@@ -233,6 +227,7 @@ class KindSolver:
         if climb.impossible:
             return self._finish(SolveStatus.INFEASIBLE)
         self._raise_prices(lagrangian, climb.best)
+        self._exchange(lagrangian, climb.best)
         if not lagrangian.exact:
             self._polish()  # the cores that would find better plans need exact tables
         self._statistics["heuristic_s"] = time.perf_counter() - began
@@ -331,6 +326,22 @@ class KindSolver:
         if column is not None:
             self.offer(column)
 
+    def _exchange(self, lagrangian: Lagrangian, point: Point) -> None:
+        """Exchange one option or two of the incumbent for as long as that helps."""
+        if self._deadline_s is None or not lagrangian.exact:
+            return
+        for rounds in _EXCHANGES:
+            while self._best is not None and not (self._closed() or self._out_of_time()):
+                options = exchanged(
+                    lagrangian,
+                    lagrangian.graph.options_of(self._best[2]),
+                    point.prices,
+                    rounds=rounds,
+                    stop=self._out_of_time,
+                )
+                if not self.offer(lagrangian.graph.operator_columns(options)):
+                    break
+
     # -- steps 3 to 5 ----------------------------------------------------------------------
 
     def _close(self, lagrangian: Lagrangian, root: Climb) -> KindSolution:
@@ -386,7 +397,7 @@ class KindSolver:
             if found is None:
                 return
             core, column_of, prices = found
-            self._search(core, column_of, prices, threshold, _SMALL_NODES)
+            self._search(core, column_of, prices, threshold, ())
 
     def _settle(
         self, lagrangian: Lagrangian, point: Point, least: FloatArray, whole: bool
@@ -415,7 +426,7 @@ class KindSolver:
             )
         core, column_of, prices = found
         if self._deadline_s is not None:
-            bound, complete = self._search(core, column_of, prices, target, _LARGE_NODES)
+            bound, complete = self._search(core, column_of, prices, target, _MERGED_WIDTHS)
             self._count("core_s", time.perf_counter() - began)
             if complete or self._out_of_time():
                 return bound
@@ -531,7 +542,7 @@ class KindSolver:
         column_of: Callable[[IntArray], IntArray],
         prices: FloatArray,
         threshold: float,
-        most_nodes: int,
+        merged_widths: Sequence[int],
     ) -> tuple[float, bool]:
         """Search a core: lower bound of its plans and those left out, and whether it ended."""
 
@@ -546,11 +557,13 @@ class KindSolver:
             target=self._target() - core.constant,
             # Of the bound, not of the incumbent: a better plan makes the gap allowed smaller.
             gap=self._gap * max(self._bound, 0.0),
-            most_nodes=most_nodes,
+            width=_WIDTH,
+            merged_widths=merged_widths,
             stop=self._out_of_time,
             accept=accept,
         ).solve()
-        self._count("nodes", solution.nodes)
+        self._count("relaxations", solution.relaxations)
+        self._count("labels", solution.labels)
         bound = core.constant + solution.bound
         if math.isfinite(bound):  # infinite where no plan is below the target
             bound -= _ROUNDING * abs(bound)

@@ -383,3 +383,11 @@ class FactorGraph:
             np.arange(len(self.variable_of)), options[self.variable_of]
         ]
         return picked
+
+    def options_of(self, column: IntArray) -> IntArray:
+        """The option of every variable in a plan that keeps the rules, [V]."""
+        first = np.full(len(self.allowed), -1, dtype=np.int64)
+        operators = np.arange(len(self.variable_of))[::-1]
+        first[self.variable_of[operators]] = operators  # the one that its followers follow
+        options: IntArray = (self._raw_column_of[first] == column[first][:, None]).argmax(axis=1)
+        return options

@@ -1,48 +1,74 @@
-"""Branch and bound for multiple-choice knapsacks with few rows.
+"""Exact search of multiple-choice knapsacks with few rows, by labels and shared bounds.
 
     minimise  sum_c w[i_c]   over one item i_c per class c,
     subject to  sum_c u[i_c, r] <= capacity_r   for every row r.
 
-Bounds are Lagrangian: for prices y >= 0,  D(y) = sum_c min_i (w_i + y . u_i) - y . capacity,
-which at its best equals the linear relaxation. With few rows it is found by Newton's method on
-the smooth function in which each minimum is a soft minimum at temperature t (Nesterov, 2005);
-the exact D is evaluated along the way, so the bound is valid whatever the temperature. The
-soft choices are the relaxation's fractions: branching splits the class whose fractions spread
-the most cost, the large items that separate the bound from the optimum. What is left then is
-fine-grained, and changing one or two classes closes the gap from above.
+Classes are decided one after another, those first whose likely items spread the most cost:
+the large items that separate the linear relaxation from the optimum. A label is what the
+decided classes cost and use. Any prices y >= 0 on the rows bound every label at once,
+
+    cost + y . (use - capacity) + sum over the undecided classes of min_i (w_i + y . u_i),
+
+so a bundle of good prices prunes whole arrays of labels by one matrix product. The bundle is
+made as the search goes: prices that are best for the label of the least bound (`relaxation`)
+join it while they lift that bound, and their minimising items, with one or two of them
+changed, are tried as solutions. What is left once the large items are decided is fine-grained:
+its relaxation is all but reached, and either prunes a label or gives a better solution.
+
+The search is a beam: labels beyond its width are dropped, and the least bound of those dropped
+is part of the result. If that leaves the search unfinished, it is repeated with labels merged
+instead (`labels`), which proves the bound where large items of a row add up in too many ways
+to be listed, at the bundle's prices on the rows whose items are small.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
+from qsync_opt.optimize.exchange import exchange
+from qsync_opt.optimize.labels import Bundle, Labels, MergedLabels
+from qsync_opt.optimize.relaxation import Relaxation, relax
 
-#: Newton steps at one temperature.
-_STEPS_PER_TEMPERATURE = 4
-
-#: Temperatures tried at a node, and the first as a fraction of what the bound has to rise.
-_TEMPERATURES = 3
-_HOTTEST = 0.1
-
-#: Relative error of a sum over the classes.
-_ROUNDING = 1e-14
-
-#: Times a step may be shortened.
-_MOST_HALVINGS = 6
-
-#: Temperature of the likelihood that branching goes by, as a fraction of the room to prune.
+#: Temperature of the likelihood that the order goes by, as a fraction of the room to prune.
 _SOFTNESS = 0.5
 
 #: Items that are combined in pairs, those of least reduced cost.
 _MOST_PAIRED = 256
 
-#: Every so many nodes the pairs are tried again.
-_PAIRS_EVERY = 16
+#: Every so many relaxations pairs are tried, and not only single changes.
+_PAIRS_EVERY = 1
+
+#: Relaxations at one depth: as many while they help, fewer and fewer where they do not, but
+#: one at least at every so many depths, and where labels are many.
+_MOST_RELAXED = 6
+_RELAXED_EVERY = 4
+_MANY_LABELS = 2_000
+
+#: Side of a cell of labels that use like amounts, as a part of the room to prune, and how many
+#: of a cell are as good as the best of others.
+_CELL = 0.125
+_PER_CELL = 1
+
+#: Prices of the bundle that merged labels are bounded by, and how often solutions near the
+#: best of them are looked for.
+_MOST_PRICES = 15
+_COMPLETED_EVERY = 8
+
+#: Exchanges of two items made in a row.
+_EXCHANGES = 12
+
+#: Merged labels that are mended at the end: the ones they stand for break a row by a little.
+_MENDED = 24
+
+#: Part of the room that prices have to lift the least bound by to be worth keeping.
+_WORTHWHILE = 0.02
+
+#: Relative error of sums of uses in another order; labels this close to a capacity stay.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,56 +97,16 @@ class KnapsackSolution:
         cost: of these items.
         bound: no solution costs less than this (or than `cost`).
         complete: whether the search ended by itself.
-        nodes: nodes looked at.
+        relaxations: how often prices were optimised.
+        labels: labels looked at.
     """
 
     items: IntArray | None
     cost: float
     bound: float
     complete: bool
-    nodes: int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Soft:
-    """The bound at some prices.
-
-    Attributes:
-        prices: in units of cost, [R].
-        value: D, exact.
-        smooth: D with soft minima.
-        reduced: reduced cost of every item, [n].
-        share: soft choice of every item, [n].
-    """
-
-    prices: FloatArray
-    value: float
-    smooth: float
-    reduced: FloatArray
-    share: FloatArray
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Node:
-    """A node after bounding.
-
-    Attributes:
-        open: its items, ascending, [n].
-        start: first place of every class in `open`, [C].
-        value: bound.
-        prices: that give it.
-        reduced: reduced cost of every item, 0 for the best of its class, [n].
-        share: fraction of every item in the relaxation, [n].
-        items: the minimising item of every class, [C].
-    """
-
-    open: IntArray
-    start: IntArray
-    value: float
-    prices: FloatArray
-    reduced: FloatArray
-    share: FloatArray
-    items: IntArray
+    relaxations: int
+    labels: int
 
 
 class KnapsackSearch:
@@ -131,7 +117,8 @@ class KnapsackSearch:
         prices: prices to start from, [R].
         target: solutions that cost at least this are not wanted.
         gap: stop once the best solution found is within this of the bound.
-        most_nodes: nodes before giving up.
+        width: most labels at a time in the beam.
+        merged_widths: most labels at a time where they are merged, one pass after another.
         stop: whether to give up now.
         accept: a last check of a solution; one that fails it is passed over.
     """
@@ -143,7 +130,8 @@ class KnapsackSearch:
         prices: FloatArray,
         target: float,
         gap: float,
-        most_nodes: int,
+        width: int,
+        merged_widths: Sequence[int] = (),
         stop: Callable[[], bool],
         accept: Callable[[IntArray], bool],
     ) -> None:
@@ -155,246 +143,313 @@ class KnapsackSearch:
         self._use = problem.use / self._scale
         self._capacity = problem.capacity / self._scale
         self._start_prices = np.maximum(prices, 0.0) * self._scale
-        self._target, self._gap, self._most_nodes = target, gap, most_nodes
+        self._target, self._gap = target, gap
+        self._width, self._merged_widths = width, merged_widths
         self._best: IntArray | None = None
         self._cost = np.inf
-        self._nodes = 0
+        self._near: IntArray | None = None  # the best within the capacities, wanted or not
+        self._near_cost = np.inf
+        self._relaxations = self._labels = 0
 
     @property
     def _cutoff(self) -> float:
-        """Nodes whose bound reaches this hold nothing wanted."""
+        """Labels whose bound reaches this hold nothing wanted."""
         return min(self._target, self._cost - self._gap)
 
     def solve(self) -> KnapsackSolution:
         """Run the search."""
+        if self._stop():
+            return self._solution(-np.inf)
         everything = np.arange(len(self._class))
-        queue: list[tuple[float, int, IntArray, FloatArray]] = [
-            (-np.inf, 0, everything, self._start_prices)
-        ]
-        sequence, complete, bound = 1, True, np.inf
-        while queue:
-            lowest, _, open_, prices = heapq.heappop(queue)
-            if lowest >= self._cutoff:
-                bound = min(bound, lowest)
-                continue
-            if self._nodes >= self._most_nodes or self._stop():
-                complete = False
-                bound = min(bound, lowest)
+        root = self._relax(everything, self._capacity, self._start_prices, 0.0)
+        self._complete(root.items, everything, root.reduced)
+        bound, passes = root.value, [self._beam, *map(self._merging, self._merged_widths)]
+        bundle: Bundle | None = None
+        for run in passes:
+            if bound >= self._cutoff or self._stop():
                 break
-            self._nodes += 1
-            node = self._bound(open_, prices)
-            if node.value < self._cutoff:
-                self._complete(node)
-            if node.value >= self._cutoff:
-                bound = min(bound, node.value)
-                continue
-            # What is left out of the children costs at least this much.
-            possible = node.reduced < self._cutoff - node.value
-            bound = min(bound, node.value + float(node.reduced[~possible].min(initial=np.inf)))
-            children = self._branch(node, possible)
-            if not children:
-                # Every class has one item left, and the node's minimiser is the only solution.
-                if self._keeps(node.items):
-                    bound = min(bound, float(self._problem.cost[node.items].sum()))
-                continue
-            for child, least in children:
-                heapq.heappush(queue, (least, sequence, child, node.prices))
-                sequence += 1
+            possible = root.reduced < self._cutoff - root.value
+            left_out = root.value + float(root.reduced[~possible].min(initial=np.inf))
+            reached, bundle = run(root, everything[possible], bundle)
+            bound = max(bound, min(reached, left_out))
+            if bound < self._cutoff:
+                self._polish()
+        return self._solution(bound)
+
+    def _solution(self, bound: float) -> KnapsackSolution:
         return KnapsackSolution(
             items=self._best,
             cost=self._cost,
             bound=min(bound, self._cost),
-            complete=complete,
-            nodes=self._nodes,
+            complete=bound >= self._cutoff,
+            relaxations=self._relaxations,
+            labels=self._labels,
         )
 
-    def _keeps(self, items: IntArray) -> bool:
-        return bool((self._problem.use[items].sum(axis=0) <= self._problem.capacity).all())
+    # -- one beam --------------------------------------------------------------------------
 
-    # -- bounds ----------------------------------------------------------------------------
+    def _bundle(self, root: Relaxation, order: list[IntArray], known: Bundle | None) -> Bundle:
+        bundle = Bundle(order, self._problem.cost, self._use, self._capacity)
+        bundle.add(root.prices)
+        if known is not None:
+            for prices in known.prices[1:][-_MOST_PRICES:]:
+                bundle.add(prices)
+        return bundle
 
-    def _bound(self, open_: IntArray, prices: FloatArray) -> _Node:
-        """The best bound of a node, and the relaxation's fractions.
+    def _slack(self, open_: IntArray) -> FloatArray:
+        """What sums of uses may be off by, scaled, [R]."""
+        slack: FloatArray = _ROUNDING * (
+            np.abs(self._capacity) + np.abs(self._use[open_]).sum(axis=0)
+        )
+        return slack
 
-        Args:
-            open_: its items, ascending.
-            prices: to start from, in units of cost, [R].
+    def _beam(
+        self, root: Relaxation, open_: IntArray, known: Bundle | None
+    ) -> tuple[float, Bundle]:
+        """Decide class after class with at most `width` labels.
+
+        Returns:
+            A lower bound of the solutions with open items only, and the prices found.
         """
-        owner = self._class[open_]
-        start = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
-        place = np.cumsum(np.append(False, owner[1:] != owner[:-1]))
-        cost, use = self._problem.cost[open_], self._use[open_]
-        # Hot at first, as far as the bound has to rise to prune the node; cold at last, so that
-        # the soft minimum is within the gap of the true one.
-        widest = float(np.ptp(cost)) or max(float(np.abs(cost).max()), 1e-30)
-        coldest = max(0.05 * self._gap if self._gap < np.inf else 0.0, 1e-9 * widest)
-        best = here = self._soft(cost, use, start, place, prices, widest)
-        room = min(self._cutoff - best.value, widest)
-        temperature = hottest = max(_HOTTEST * room, coldest)
-        cooling = (coldest / hottest) ** (1.0 / (_TEMPERATURES - 1))
-        here = self._soft(cost, use, start, place, prices, temperature)
-        for _ in range(_TEMPERATURES):
-            for _ in range(_STEPS_PER_TEMPERATURE):
-                if best.value >= self._cutoff:
-                    break
-                direction = self._direction(use, here.share, start, here.prices, temperature)
-                if direction is None:
-                    break
-                length, moved = 1.0, None
-                for _ in range(_MOST_HALVINGS):
-                    there = np.maximum(here.prices + length * direction, 0.0)
-                    moved = self._soft(cost, use, start, place, there, temperature)
-                    if moved.value > best.value:
-                        best = moved
-                    if moved.smooth >= here.smooth:
-                        break
-                    length *= 0.3
-                else:
-                    break
-                gained = moved.smooth - here.smooth
-                here = moved
-                if gained <= 1e-3 * temperature:
-                    break
-            if best.value >= self._cutoff:
+        order, width = self._order(root, open_), self._width
+        bundle = self._bundle(root, order, known)
+        labels = Labels.root(len(self._capacity), root.value)
+        pruned, tries = np.inf, float(_MOST_RELAXED)
+        slack = self._slack(open_)
+        for depth, items in enumerate(order, start=1):
+            if self._stop():
+                return min(pruned, float(labels.bound.min())), bundle
+            labels.extend(items, self._problem.cost, self._use)
+            self._labels += len(labels.cost)
+            room = self._capacity + slack - bundle.least_use[depth]
+            labels.bound = bundle.bounds(labels.cost, labels.use, depth, newest=False)
+            fits = (labels.use <= room).all(axis=1)
+            if not fits.all():
+                labels.keep(fits)
+            pruned = min(pruned, self._prune(labels))
+            if depth < len(order):
+                due = depth % _RELAXED_EVERY == 0 or len(labels.cost) > _MANY_LABELS
+                least, helped = self._lift(labels, bundle, order, depth, max(int(tries), int(due)))
+                tries = min(2.0 * tries + 1.0, _MOST_RELAXED) if helped else tries / 2.0
+                pruned = min(pruned, least)
+            if not len(labels.cost):
+                return pruned, bundle
+            if len(labels.cost) > width:
+                chosen = self._select(labels, root.prices, width)
+                pruned = min(pruned, float(labels.bound[~chosen].min()))
+                labels.keep(chosen)
+        return min(pruned, self._finish(labels)), bundle
+
+    def _finish(self, labels: Labels) -> float:
+        """Offer what is decided in full, if it keeps every row to the last byte; least cost."""
+        for label in np.argsort(labels.cost, kind="stable").tolist():
+            cost = float(labels.cost[label])
+            if cost >= self._cutoff:
+                return cost
+            chosen = labels.path(label)
+            chosen = chosen[np.argsort(self._class[chosen])]
+            if self._keeps(chosen):
+                self._offer(chosen, cost)
+                if cost >= self._cutoff:
+                    return cost
+        return np.inf
+
+    def _merging(
+        self, width: int
+    ) -> Callable[[Relaxation, IntArray, Bundle | None], tuple[float, Bundle]]:
+        """A pass in which at most `width` labels are left by merging; see `_beam`."""
+
+        def run(root: Relaxation, open_: IntArray, known: Bundle | None) -> tuple[float, Bundle]:
+            order = self._order(root, open_)
+            bundle = self._bundle(root, order, known)
+            labels = MergedLabels(bundle, self._problem.cost, self._use, root.value)
+            slack, pruned = self._slack(open_), np.inf
+            prices = bundle.prices.max(axis=0)
+            large = np.zeros(len(prices))
+            for items in order:
+                spread = np.ptp(self._use[items], axis=0) * prices
+                large = np.maximum(large, spread)
+            for depth, items in enumerate(order, start=1):
+                if self._stop():
+                    return min(pruned, float(labels.bound.min())), bundle
+                labels.extend(items, depth, self._capacity + slack - bundle.least_use[depth])
+                self._labels += len(labels)
+                wanted = labels.bound < self._cutoff
+                if not wanted.all():
+                    pruned = min(pruned, float(labels.bound[~wanted].min()))
+                    labels.keep(wanted)
+                if not len(labels):
+                    return pruned, bundle
+                if len(labels) > width:
+                    room = self._cutoff - float(labels.bound.min())
+                    labels.merge(depth, width, min(room, float(np.ptp(labels.bound))), large)
+                if depth < len(order) and depth % _COMPLETED_EVERY == 0:
+                    label = int(labels.bound.argmin())
+                    self._look_near(labels.real, label, bundle, order, depth)
+            self._finish(labels.real)
+            for label in np.argsort(labels.bound, kind="stable")[:_MENDED].tolist():
+                path = labels.real.path(label)
+                self._relaxations += 1
+                self._complete(path, open_, root.reduced[open_])
+            # A label that stands for itself alone is a solution, looked at just now, or none.
+            left = ~labels.alone & (labels.bound < self._cutoff)
+            unsure = float(labels.bound[left].min(initial=np.inf))
+            known_cost = self._cost if self._best is not None else np.inf
+            return min(pruned, unsure, known_cost), bundle
+
+        return run
+
+    def _select(self, labels: Labels, prices: FloatArray, width: int) -> BoolArray:
+        """The labels to go on with: those of least bound, but few that use the same, [n].
+
+        Labels that are alike end alike; the best of each cell of like ones comes first.
+        """
+        count = len(labels.cost)
+        least = float(labels.bound.min())
+        room = min(self._cutoff - least, float(labels.bound.max()) - least)
+        priced = prices > 0
+        cell = np.floor(labels.use[:, priced] * (prices[priced] / max(room * _CELL, 1e-300)))
+        order = np.lexsort([labels.bound, *cell.T])
+        ranked = cell[order]
+        first = np.append(True, (ranked[1:] != ranked[:-1]).any(axis=1))
+        place = np.arange(count) - np.maximum.accumulate(np.where(first, np.arange(count), 0))
+        rank = np.empty(count, dtype=np.int64)
+        rank[order] = np.where(place < _PER_CELL, 0, 1)
+        best = np.lexsort([labels.bound, rank])[:width]
+        chosen: BoolArray = np.zeros(count, dtype=np.bool_)
+        chosen[best] = True
+        return chosen
+
+    def _prune(self, labels: Labels) -> float:
+        """Drop the labels that hold nothing wanted; the least bound of those."""
+        wanted = labels.bound < self._cutoff
+        if wanted.all():
+            return np.inf
+        least = float(labels.bound[~wanted].min())
+        labels.keep(wanted)
+        return least
+
+    def _lift(
+        self, labels: Labels, bundle: Bundle, order: list[IntArray], depth: int, tries: int
+    ) -> tuple[float, bool]:
+        """Relax the best label of each item just taken, for its prices and its solutions.
+
+        Returns:
+            The least bound of the labels pruned, and whether prices or solutions were better.
+        """
+        pruned, helped = np.inf, False
+        for item in order[depth - 1][:tries].tolist():
+            if not len(labels.cost) or self._stop():
                 break
-            temperature *= cooling
-            here = self._soft(cost, use, start, place, here.prices, temperature)
-        if best.value < self._cutoff and here.value > best.value - 10 * coldest:
-            best = here  # its fractions are the sharper ones
-        hits = np.flatnonzero(best.reduced == 0)
-        firsts = hits[np.append(True, place[hits][1:] != place[hits][:-1])]
-        return _Node(
-            open=open_,
-            start=start,
-            value=best.value,
-            prices=best.prices,
-            reduced=best.reduced,
-            share=best.share,
-            items=open_[firsts],
-        )
+            mine = np.flatnonzero(labels.items[-1] == item)
+            if not len(mine):
+                continue
+            label = int(mine[labels.bound[mine].argmin()])
+            before, known = float(labels.bound[label]), self._cost
+            best = self._look_near(labels, label, bundle, order, depth)
+            helped |= self._cost < known
+            lifted = float(labels.cost[label]) + best.value - before
+            if lifted > _WORTHWHILE * min(self._cutoff - before, abs(before)):
+                helped = True
+                bundle.add(best.prices)
+                newest = bundle.bounds(labels.cost, labels.use, depth, newest=True)
+                labels.bound = np.maximum(labels.bound, newest)
+            pruned = min(pruned, self._prune(labels))
+        return pruned, helped
 
-    def _soft(
-        self,
-        cost: FloatArray,
-        use: FloatArray,
-        start: IntArray,
-        place: IntArray,
-        prices: FloatArray,
-        temperature: float,
-    ) -> _Soft:
-        """The bound, its smooth form and the soft choices at some prices."""
-        priced = cost + use @ prices
-        least = np.minimum.reduceat(priced, start)
-        reduced = priced - least[place]
-        total, paid = float(least.sum()), prices * self._capacity
-        # High prices make both parts large; what their difference may be off by is given up.
-        slip = _ROUNDING * (float(np.abs(least).sum()) + float(np.abs(paid).sum()))
-        value = total - float(paid.sum()) - slip
-        weight = np.exp(reduced * (-1.0 / temperature))
-        weights = np.add.reduceat(weight, start)
-        return _Soft(
+    def _look_near(
+        self, labels: Labels, label: int, bundle: Bundle, order: list[IntArray], depth: int
+    ) -> Relaxation:
+        """Relax the undecided classes after a label, and look for solutions near by."""
+        rest = np.sort(np.concatenate(order[depth:]))
+        use = labels.use[label]
+        prices = bundle.best(use, depth)
+        best = self._relax(rest, self._capacity - use, prices, float(labels.cost[label]))
+        path = labels.path(label)
+        self._complete(
+            np.concatenate([path, rest[best.items]]),
+            np.concatenate([path, rest]),
+            np.concatenate([np.zeros(len(path)), best.reduced]),
+        )
+        return best
+
+    def _relax(
+        self, open_: IntArray, capacity: FloatArray, prices: FloatArray, paid: float
+    ) -> Relaxation:
+        """The best bound over some items, ascending, once `paid` is spent on the others."""
+        self._relaxations += 1
+        owner = self._class[open_]
+        return relax(
+            self._problem.cost[open_],
+            self._use[open_],
+            np.flatnonzero(np.append(True, owner[1:] != owner[:-1])),
+            capacity,
             prices=prices,
-            value=value,
-            smooth=value - temperature * float(np.log(weights).sum()),
-            reduced=reduced,
-            share=weight / weights[place],
+            enough=self._cutoff - paid,
+            fine=0.05 * self._gap if np.isfinite(self._gap) else 0.0,
         )
 
-    def _direction(
-        self,
-        use: FloatArray,
-        share: FloatArray,
-        start: IntArray,
-        prices: FloatArray,
-        temperature: float,
-    ) -> FloatArray | None:
-        """Newton's step for the smooth bound over the rows that may move; None at the top."""
-        weighted = share[:, None] * use
-        slope = weighted.sum(axis=0) - self._capacity
-        free = (prices > 0) | (slope > 0)
-        if not free.any() or np.abs(slope[free]).max() <= 1e-12:
-            return None
-        mean = np.add.reduceat(weighted, start, axis=0)
-        spread = (use.T @ weighted - mean.T @ mean)[np.ix_(free, free)]
-        # A row that no soft choice moves has no curvature: keep the step within reason.
-        scale = max(float(np.trace(spread)) / len(spread), 1e-12)
-        step = np.linalg.solve(
-            spread + 1e-6 * scale * np.eye(len(spread)), slope[free] * temperature
-        )
-        direction = np.zeros(len(prices))
-        most = 10.0 * max(float(np.abs(prices).max(initial=0.0)), 100.0 * temperature)
-        direction[free] = np.clip(step, -most, most)
-        return direction
-
-    # -- branching -------------------------------------------------------------------------
-
-    def _branch(self, node: _Node, possible: BoolArray) -> list[tuple[IntArray, float]]:
-        """Two children: the class whose likely items spread the most cost, split at its mean.
+    def _order(self, root: Relaxation, open_: IntArray) -> list[IntArray]:
+        """The open items of every class, the class first whose likely items spread the most.
 
         An item is the likelier the further its reduced cost is from what prunes it; the
         relaxation's own fractions would look at as many classes as there are rows only.
         """
-        owner = self._class[node.open]
-        counts = np.add.reduceat(possible.astype(np.int64), node.start)
-        choices = np.flatnonzero(counts > 1)
-        if not len(choices):
-            return []
-        cost = self._problem.cost[node.open]
+        owner = self._class[open_]
+        start = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
         place = np.cumsum(np.append(False, owner[1:] != owner[:-1]))
+        reduced = root.reduced[open_]
         # Without a good solution the room is wide, and says less than the costs themselves.
-        room = min(self._cutoff - node.value, float(node.reduced[possible].max()))
-        softness = max(room * _SOFTNESS, 1e-300)
-        share = np.where(possible, np.exp(-node.reduced / softness), 0.0)
-        share /= np.add.reduceat(share, node.start)[place]
+        room = min(self._cutoff - root.value, float(reduced.max()))
+        share = np.exp(-reduced / max(room * _SOFTNESS, 1e-300))
+        share /= np.add.reduceat(share, start)[place]
         # What an item moves: its cost, and what it uses of every row at the row's price. Near
         # a tie these cancel, so each is counted by itself.
-        parts = np.column_stack([cost, self._use[node.open] * node.prices])
-        mean = np.add.reduceat(share[:, None] * parts, node.start, axis=0)
-        spread = np.add.reduceat(share[:, None] * np.abs(parts - mean[place]), node.start, axis=0)
-        pick = int(choices[spread.sum(axis=1)[choices].argmax()])
-        part = int(spread[pick].argmax())
-        mine = np.flatnonzero(possible & (place == pick))
-        amount = parts[mine, part]
-        order = mine[np.argsort(amount, kind="stable")]
-        split = int(np.searchsorted(np.sort(amount), mean[pick, part], side="right"))
-        split = min(max(split, 1), len(order) - 1)
-        others = possible & (place != pick)
-        children = []
-        for side in (order[:split], order[split:]):
-            keep = others.copy()
-            keep[side] = True
-            least = node.value + float(node.reduced[side].min())
-            children.append((node.open[keep], least))
-        return children
+        parts = np.column_stack([self._problem.cost[open_], self._use[open_] * root.prices])
+        mean = np.add.reduceat(share[:, None] * parts, start, axis=0)
+        spread = np.add.reduceat(share[:, None] * np.abs(parts - mean[place]), start, axis=0)
+        order = np.argsort(-spread.max(axis=1), kind="stable")
+        classes = np.split(open_, start[1:])
+        return [classes[c] for c in order.tolist()]
 
     # -- solutions -------------------------------------------------------------------------
 
-    def _complete(self, node: _Node) -> None:
-        """Look for solutions near a node's minimiser, by one change or two."""
-        problem, items = self._problem, node.items
+    def _keeps(self, items: IntArray) -> bool:
+        used = self._problem.use[items].sum(axis=0)
+        return bool((used <= self._problem.capacity).all())
+
+    def _complete(self, items: IntArray, open_: IntArray, reduced: FloatArray) -> None:
+        """Look for solutions near some items, by one change or two.
+
+        Args:
+            items: one of every class, in any order, [C].
+            open_: what they may change to, [n].
+            reduced: reduced costs of these, which say what to try first, [n].
+        """
+        problem = self._problem
+        items = items[np.argsort(self._class[items])]
         cost = float(problem.cost[items].sum())
         room = problem.capacity - problem.use[items].sum(axis=0)
         if (room >= 0).all():
             self._offer(items, cost)
-        pairs = self._nodes % _PAIRS_EVERY == 1 or self._best is None
-        others = np.flatnonzero(~np.isin(node.open, items))
+        others = np.flatnonzero(items[self._class[open_]] != open_)
         if not len(others):
             return
+        pairs = self._relaxations % _PAIRS_EVERY == 1 or self._best is None
         most = _MOST_PAIRED if pairs else 4 * _MOST_PAIRED
         if len(others) > most:
-            nearest = np.argpartition(node.reduced[others], most)[:most]
-            others = np.sort(others[nearest])
-        cells = node.open[others]
+            others = others[np.argpartition(reduced[others], most)[:most]]
+        cells = np.sort(open_[others])
         owner = self._class[cells]
         gain = problem.cost[cells] - problem.cost[items[owner]]
         use = problem.use[cells] - problem.use[items[owner]]
-        below = self._below() - cost
+        below = self._wanted() - cost
         single = np.flatnonzero((gain < below) & (use <= room).all(axis=1))
         for index in single[np.argsort(gain[single], kind="stable")][:2].tolist():
             self._take(items, cost, gain, cells, (index,))
         if not pairs:
             return
-        below = self._below() - cost
+        below = self._wanted() - cost
         fits = (gain[:, None] + gain[None, :] < below) & (owner[:, None] != owner[None, :])
         for row in range(use.shape[1]):
             fits &= use[:, row][:, None] + use[:, row][None, :] <= room[row]
@@ -403,6 +458,10 @@ class KnapsackSearch:
             total = gain[first] + gain[second]
             for index in np.argsort(total, kind="stable")[:2].tolist():
                 self._take(items, cost, gain, cells, (int(first[index]), int(second[index])))
+
+    def _wanted(self) -> float:
+        """Solutions below this are looked for; while there is none, any will do to start from."""
+        return self._below() if self._near is not None else np.inf
 
     def _below(self) -> float:
         return min(self._cost, self._target)
@@ -421,5 +480,22 @@ class KnapsackSearch:
         self._offer(changed, cost + float(gain[list(changes)].sum()))
 
     def _offer(self, items: IntArray, cost: float) -> None:
+        if cost < self._near_cost:
+            self._near, self._near_cost = items, cost
         if cost < self._below() and self._accept(items):
             self._best, self._cost = items, float(self._problem.cost[items].sum())
+
+    def _polish(self) -> None:
+        """Offer what exchanges make of the best solution within the capacities."""
+        if self._near is None:
+            return
+        items = exchange(
+            self._near,
+            owner=self._class,
+            cost=self._problem.cost,
+            use=self._problem.use,
+            capacity=self._problem.capacity,
+            rounds=_EXCHANGES,
+            stop=self._stop,
+        )
+        self._offer(items, float(self._problem.cost[items].sum()))

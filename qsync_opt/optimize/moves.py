@@ -1,17 +1,27 @@
-"""`single_changes`: the effect of every single change of a plan, all priced at once.
+"""Changes of a plan: what every single one does, and exchanges of two that make it better.
 
-Each table is read with one option replaced, and the differences are summed by variable.
+Each table is read with one option replaced, and the differences are summed by variable. Two
+changes add up where no table holds both variables, which is nearly always so; whoever uses
+`exchanged` has the result evaluated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from qsync_opt.optimize.arrays import FloatArray, IntArray
+from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
+from qsync_opt.optimize.exchange import exchange
 from qsync_opt.optimize.factors import entries
 from qsync_opt.optimize.lagrangian import Lagrangian
+
+
+#: Options that are exchanged, those of least reduced cost, and the memory rows looked at, those
+#: with the least room.
+_MOST_OPTIONS = 2_500
+_MEMORY_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,3 +102,76 @@ def single_changes(lagrangian: Lagrangian, options: IntArray, rows: IntArray) ->
     objective = objective.reshape(variables, columns) - objective[here][:, None]
     use = use.reshape(len(rows), variables, columns) - use[:, here][:, :, None]
     return Changes(objective=objective, use=use.transpose(1, 2, 0))
+
+
+def exchanged(
+    lagrangian: Lagrangian,
+    options: IntArray,
+    prices: FloatArray,
+    *,
+    rounds: int,
+    stop: Callable[[], bool],
+) -> IntArray:
+    """A plan after the best exchanges of one or two options, as if no two of them met.
+
+    Args:
+        lagrangian: exact, with the perturbation as the objective.
+        options: of every variable, [V]; a plan that keeps every row.
+        prices: by which options near to a tie are known, [R].
+        rounds: most exchanges.
+        stop: whether to give up now.
+
+    Returns:
+        Options of every variable, [V]; those given where no exchange helps.
+    """
+    graph = lagrangian.graph
+    _, used = lagrangian.usage(options)
+    room = np.maximum(lagrangian.limit - used, 0.0)
+    spare = room[lagrangian.time_rows :] / lagrangian.scale[lagrangian.time_rows :]
+    tightest = lagrangian.time_rows + np.argsort(spare, kind="stable")[:_MEMORY_ROWS]
+    rows = np.union1d(np.arange(lagrangian.time_rows), tightest)
+    rows = np.union1d(rows, np.flatnonzero(prices > 0))
+    changes = single_changes(lagrangian, options, rows)
+    weight = (prices / lagrangian.scale)[rows]
+    reduced = changes.objective + np.einsum("vpr,r->vp", changes.use, weight)
+    variables = np.arange(len(graph.allowed))
+    other = graph.allowed & ~_blocked(lagrangian, options)
+    other[variables, options[: len(variables)]] = False
+    variable, option = np.nonzero(other)
+    if len(variable) > _MOST_OPTIONS:
+        near = np.argpartition(reduced[variable, option], _MOST_OPTIONS)[:_MOST_OPTIONS]
+        variable, option = variable[near], option[near]
+    # The options that the plan has stand first in their classes.
+    classes, owner = np.unique(variable, return_inverse=True)
+    owner = np.concatenate([np.arange(len(classes)), owner])
+    variable = np.concatenate([classes, variable])
+    option = np.concatenate([options[classes], option])
+    items = exchange(
+        np.arange(len(classes)),
+        owner=owner,
+        cost=changes.objective[variable, option],
+        use=changes.use[variable, option],
+        capacity=room[rows],
+        rounds=rounds,
+        stop=stop,
+    )
+    result = options.copy()
+    result[variable[items]] = option[items]
+    return result if lagrangian.allows(result) else options
+
+
+def _blocked(lagrangian: Lagrangian, options: IntArray) -> BoolArray:
+    """Single changes that a promotion forbids, [V, P]."""
+    graph, columns = lagrangian.graph, lagrangian.graph.columns
+    blocked: BoolArray = np.zeros(graph.allowed.shape, dtype=np.bool_)
+    every = np.arange(columns)
+    for table, scope in lagrangian.scoped_tables():
+        if table.blocked is None:
+            continue
+        entry = entries(scope, options, columns)
+        for position in range(table.arity):
+            stride = columns ** (table.arity - 1 - position)
+            mine = scope[:, position]
+            at = (entry - options[mine] * stride)[:, None] + every * stride
+            np.logical_or.at(blocked, mine, table.blocked[np.arange(len(scope))[:, None], at])
+    return blocked

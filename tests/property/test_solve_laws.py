@@ -400,7 +400,7 @@ from qsync_opt.optimize.solve import solve
 from tests.tiny_problems import tiny_problem
 problems = [tiny_problem(seed) for seed in range(12)]
 problems += [
-    generate_problem(operators=60, precisions=4, devices=3, seed=seed, tightness=0.3)
+    generate_problem(operators=210, precisions=4, devices=2, seed=seed, tightness=0.3)
     for seed in range(1)
 ]
 answers = []

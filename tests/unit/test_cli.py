@@ -473,7 +473,7 @@ def noisy(plain):
         return plain(*arguments)
     return call
 
-for name in ("exact", "minima", "solve"):
+for name in ("exact", "minima", "kind"):
     module = importlib.import_module(f"qsync_opt.optimize.{name}")
     module.evaluate_device = noisy(module.evaluate_device)
 from qsync_opt import cli

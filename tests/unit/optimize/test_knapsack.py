@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -56,7 +56,8 @@ def searched(
     prices: float = 0.0,
     target: float = math.inf,
     gap: float = 0.0,
-    most_nodes: int = 10**6,
+    width: int = 10**6,
+    merged_widths: Sequence[int] = (),
     stop: Callable[[], bool] = lambda: False,
     accept: Callable[[IntArray], bool] = lambda _: True,
 ) -> KnapsackSolution:
@@ -66,7 +67,8 @@ def searched(
         prices=prices / np.where(scale > 0, scale, 1.0),
         target=target,
         gap=gap,
-        most_nodes=most_nodes,
+        width=width,
+        merged_widths=merged_widths,
         stop=stop,
         accept=accept,
     ).solve()
@@ -150,21 +152,37 @@ def test_a_refused_choice_is_passed_over(seed: int) -> None:
     assert found.bound <= least(knapsack) + 1e-9 or found.bound <= optimum + 1e-9
 
 
-@pytest.mark.parametrize("nodes", [0, 1, 3])
-@pytest.mark.parametrize("seed", range(0, SEEDS, 3))
-def test_a_search_cut_short_keeps_a_true_bound(seed: int, nodes: int) -> None:
+@pytest.mark.parametrize("merged_widths", [(), (1,), (2, 4), (3, 50)], ids=str)
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_narrow_search_keeps_a_true_bound(
+    seed: int, width: int, merged_widths: Sequence[int]
+) -> None:
     knapsack = drawn(seed)
     optimum = least(knapsack)
-    found = searched(knapsack, most_nodes=nodes)
-    assert found.nodes <= nodes
+    found = searched(knapsack, width=width, merged_widths=merged_widths)
     check(knapsack, found, optimum)
     if found.complete:
         assert found.cost == pytest.approx(optimum, rel=1e-12)
 
 
+@pytest.mark.parametrize("seed", range(0, SEEDS, 3))
+def test_a_narrow_search_holds_back_what_it_is_not_asked_for(seed: int) -> None:
+    knapsack = drawn(seed)
+    optimum = least(knapsack)
+    found = searched(knapsack, target=optimum * (1 - 1e-9) - 1e-9, width=1, merged_widths=(2,))
+    assert (found.items, found.cost) == (None, math.inf)
+
+
+def test_narrow_searches_end_in_both_ways() -> None:
+    ends = {searched(drawn(seed), width=1).complete for seed in range(SEEDS)}
+    merged = {searched(drawn(seed), width=1, merged_widths=(2,)).complete for seed in range(SEEDS)}
+    assert ends == merged == {True, False}
+
+
 def test_a_search_told_to_stop_does_no_work() -> None:
     found = searched(drawn(1), stop=lambda: True)
-    assert (found.nodes, found.complete, found.items) == (0, False, None)
+    assert (found.relaxations, found.labels, found.complete, found.items) == (0, 0, False, None)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
