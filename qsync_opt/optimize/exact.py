@@ -7,15 +7,14 @@
    (`Elimination.conditional_minima`). Options for which it is not below the target
    U (1 - gap) are dropped: no plan that uses one is better by more than the gap.
 4. Where few choices stay open, they are solved as a multiple-choice knapsack over the small
-   components they fall into (`core`, `knapsack`; a core after Pisinger, 1995): by branch and
-   bound, and by the back end with its cuts where that takes long.
+   components they fall into (`core`, `knapsack`; a core after Pisinger, 1995): by labels that
+   share their bounds, and by the back end with its cuts where those do not suffice.
 5. Where many stay open, a few large operators separate L from the optimum: branch on the one
    whose likely options differ most, which lifts the Lagrangian of both sides, and go on
    from 3 (Lagrangian branch and bound, Geoffrion, 1974). A small core (the choices nearest
    to equal) improves U at every node.
 
-Every plan is verified by `evaluate_device`; one that a solver's tolerance let through is cut
-off by a row and the program solved again.
+Every plan is verified by `evaluate_device` (`incumbent`, `proposals`).
 """
 
 from __future__ import annotations
@@ -28,33 +27,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from qsync_opt.errors import SolverUnavailableError
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
-from qsync_opt.optimize.backends import solve_program
 from qsync_opt.optimize.baselines import improve_columns
+from qsync_opt.optimize.branching import split_options
 from qsync_opt.optimize.core import Core, find_core
-from qsync_opt.optimize.evaluate import (
-    TIME_TOLERANCE,
-    allowed_columns,
-    broken_rules,
-    evaluate_device,
-)
+from qsync_opt.optimize.evaluate import allowed_columns
 from qsync_opt.optimize.factors import FactorGraph
-from qsync_opt.optimize.formulation import formulate
+from qsync_opt.optimize.incumbent import Incumbent
 from qsync_opt.optimize.interrupter import Interrupter
 from qsync_opt.optimize.knapsack import KnapsackSearch
 from qsync_opt.optimize.lagrangian import Climb, Lagrangian, Point
-from qsync_opt.optimize.linear import LinearProgram, ProgramSolution, without_plan
-from qsync_opt.optimize.moves import exchanged, single_changes
+from qsync_opt.optimize.moves import exchanged
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
-from qsync_opt.optimize.result import SolveStatus
-
-#: A program, its reader (values -> precision columns, columns that are 1), what one unit of
-#: its objective is worth, and what its objective lacks.
-_Program = tuple[LinearProgram, Callable[[FloatArray], tuple[IntArray, IntArray]], float, float]
-
-#: Part of the gap that a back end may leave: rounding and the objective's change take the rest.
-_OWN_GAP = 0.9
+from qsync_opt.optimize.proposals import BackEnd, Program, core_program, flow_program
+from qsync_opt.optimize.result import SolveStatus, relative_gap
 
 #: Open choices in the cores that look for better plans, and in one that a proof is left to.
 _SMALL_CORES = (60, 240)
@@ -78,15 +64,6 @@ _NODE_ROUNDS = 25
 
 #: Steps of the search for prices that give a feasible plan.
 _RAISES = 8
-
-#: Temperature of the likelihood that branching goes by, as a fraction of the room to prune:
-#: low, because only splitting options that are all but tied lifts the Lagrangian. Without a
-#: good incumbent the room is wide; it counts as this fraction of the bound at most.
-_SOFTNESS = 0.02
-_WIDEST = 0.01
-
-#: Plans cut off before a solver is given up on: each is a plan that its tolerance let through.
-_MOST_CUTS = 100
 
 #: Rounding of sums of floats, relative: conditional minima this close count as equal.
 _ROUNDING = 1e-11
@@ -143,46 +120,28 @@ class KindSolver:
         plain: bool = False,
         interrupter: Interrupter | None = None,
     ) -> None:
-        self._problem, self._device = problem, device
         self._deadline_s = deadline_s
+        self._incumbent = Incumbent(problem=problem, device=device, deadline_s=deadline_s)
         # A little less than asked, so that rounding cannot push the proven gap above it.
         self._gap = relative_gap - min(0.4 * relative_gap, 8 * _ROUNDING)
-        self._solver, self._seed = solver, seed
+        self._back_end = BackEnd(
+            solver=solver,
+            seed=seed,
+            relative_gap=self._gap,
+            time_left=time_left,
+            count=self._count,
+            interrupter=interrupter,
+        )
         self._time_left, self._stop, self._report = time_left, stop, report
-        self._plain, self._interrupter = plain, interrupter
-        self._best: tuple[float, float, IntArray] | None = None
-        self._loose = False
+        self._plain = plain
         self._bound = 0.0  # neither a perturbation nor a time is negative
         self._statistics: dict[str, float] = {}
 
-    # -- incumbent -------------------------------------------------------------------------
-
-    def offer(self, column: IntArray) -> bool:
-        """Take a plan as the incumbent if it is feasible and better; says whether it was."""
-        # Only tables that were split or left out can propose a plan against the rules.
-        if self._loose and broken_rules(self._problem, self._device, column):
-            return False
-        part = evaluate_device(self._problem, self._device, column)
-        if part.peak_memory_bytes > self._device.memory_bytes:
-            return False
-        if self._deadline_s is None:
-            objective = part.iteration_time_s
-        else:
-            objective = part.perturbation
-            if part.iteration_time_s > self._deadline_s * (1 + TIME_TOLERANCE):
-                return False
-        if self._best is not None and (objective, part.iteration_time_s) >= self._best[:2]:
-            return False
-        self._best = (objective, part.iteration_time_s, column)
-        return True
-
-    @property
-    def _upper(self) -> float:
-        return math.inf if self._best is None else self._best[0]
+    # -- where it stands -------------------------------------------------------------------
 
     def _target(self) -> float:
         """No plan below this is wanted: U (1 - gap)."""
-        upper = self._upper
+        upper = self._incumbent.objective
         return upper - max(self._gap, _ROUNDING) * abs(upper) if math.isfinite(upper) else math.inf
 
     def _closed(self) -> bool:
@@ -205,20 +164,22 @@ class KindSolver:
             SolverUnavailableError: the back end failed; the incumbent is lost to the caller
                 only if there was none (`solution` gives it).
         """
+        incumbent = self._incumbent
         for column in starts:
-            self.offer(column)
-        domain = allowed_columns(self._problem, self._device)
+            incumbent.offer(column)
+        domain = allowed_columns(incumbent.problem, incumbent.device)
         if graph is None:
-            graph = FactorGraph(self._problem, self._device, domain)
+            graph = FactorGraph(incumbent.problem, incumbent.device, domain)
         if not graph.feasible:
             return self._finish(SolveStatus.INFEASIBLE)
         if self._plain:
-            proven = self._solve_program(self._flow_program(domain), math.inf)
+            proven = self._propose(flow_program(incumbent, domain), math.inf)
             self._bound = max(self._bound, proven)
             return self._finish(None)
         began = time.perf_counter()
         lagrangian = Lagrangian(graph, self._deadline_s)
-        self._loose = not lagrangian.exact
+        # Only tables that were split or left out can propose a plan against the rules.
+        incumbent.distrusted = not lagrangian.exact
         self._statistics["variables"] = float((graph.allowed.sum(axis=1) > 1).sum())
         self._statistics["exact_tables"] = float(lagrangian.exact)
         self._statistics["graph_s"] = time.perf_counter() - began
@@ -231,9 +192,7 @@ class KindSolver:
         if not lagrangian.exact:
             self._polish()  # the cores that would find better plans need exact tables
         self._statistics["heuristic_s"] = time.perf_counter() - began
-        self._statistics["first_gap"] = (
-            (self._upper - self._bound) / abs(self._upper) if self._best and self._upper else 0.0
-        )
+        self._statistics["first_gap"] = relative_gap(self._objective(), self._bound) or 0.0
         self._report("bounds and heuristics", self._objective(), self._bound)
         if self._closed() or self._out_of_time():
             return self._finish(None)
@@ -246,27 +205,28 @@ class KindSolver:
         return self._finish(None)
 
     def _objective(self) -> float | None:
-        return None if self._best is None else self._best[0]
+        return None if self._incumbent.column is None else self._incumbent.objective
 
     def _finish(self, status: SolveStatus | None) -> KindSolution:
+        column, upper = self._incumbent.column, self._incumbent.objective
         if status is None:
-            if self._best is not None and self._closed():
+            if column is not None and self._closed():
                 status = SolveStatus.OPTIMAL
-            elif self._best is None and math.isinf(self._bound) and self._bound > 0:
+            elif column is None and math.isinf(self._bound) and self._bound > 0:
                 status = SolveStatus.INFEASIBLE
             elif self._stop():
                 status = SolveStatus.INTERRUPTED
             else:
                 status = SolveStatus.TIME_LIMIT
-        if status is SolveStatus.INFEASIBLE and self._best is not None:
+        if status is SolveStatus.INFEASIBLE and column is not None:
             # A verified plan contradicts the proof: believe the plan, claim nothing.
             status, self._bound = SolveStatus.TIME_LIMIT, 0.0
-        bound = math.inf if status is SolveStatus.INFEASIBLE else min(self._bound, self._upper)
-        if self._upper - bound <= 10 * _ROUNDING * abs(self._upper):
-            bound = self._upper  # equal but for rounding
+        bound = math.inf if status is SolveStatus.INFEASIBLE else min(self._bound, upper)
+        if upper - bound <= 10 * _ROUNDING * abs(upper):
+            bound = upper  # equal but for rounding
         return KindSolution(
             status=status,
-            column=None if self._best is None else self._best[2],
+            column=column,
             objective=self._objective(),
             bound=bound,
             statistics=dict(self._statistics),
@@ -281,7 +241,7 @@ class KindSolver:
             nonlocal rounds
             rounds += 1
             if not (point.excess[self._own_rows(lagrangian) :] > 0).any():
-                self.offer(lagrangian.graph.operator_columns(point.options))
+                self._incumbent.offer(lagrangian.graph.operator_columns(point.options))
             return self._out_of_time()
 
         def enough(value: float) -> bool:
@@ -311,35 +271,38 @@ class KindSolver:
             if (raised.excess > 0).any():
                 low, high = middle, max(high, 1.0 + (middle - 1.0) * 8)
             else:
-                self.offer(lagrangian.graph.operator_columns(raised.options))
+                self._incumbent.offer(lagrangian.graph.operator_columns(raised.options))
                 high = middle
                 if low == 1.0:
                     return
         return
 
     def _polish(self) -> None:
-        if self._best is None or self._deadline_s is None or self._closed():
+        found = self._incumbent
+        if found.column is None or self._deadline_s is None or self._closed():
             return  # nothing to polish, or nothing to gain
         column = improve_columns(
-            self._problem, self._device, self._deadline_s, self._best[2], self._out_of_time
+            found.problem, found.device, self._deadline_s, found.column, self._out_of_time
         )
         if column is not None:
-            self.offer(column)
+            self._incumbent.offer(column)
 
     def _exchange(self, lagrangian: Lagrangian, point: Point) -> None:
         """Exchange one option or two of the incumbent for as long as that helps."""
         if self._deadline_s is None or not lagrangian.exact:
             return
         for rounds in _EXCHANGES:
-            while self._best is not None and not (self._closed() or self._out_of_time()):
+            while not (self._closed() or self._out_of_time()):
+                if self._incumbent.column is None:
+                    return
                 options = exchanged(
                     lagrangian,
-                    lagrangian.graph.options_of(self._best[2]),
+                    lagrangian.graph.options_of(self._incumbent.column),
                     point.prices,
                     rounds=rounds,
                     stop=self._out_of_time,
                 )
-                if not self.offer(lagrangian.graph.operator_columns(options)):
+                if not self._incumbent.offer(lagrangian.graph.operator_columns(options)):
                     break
 
     # -- steps 3 to 5 ----------------------------------------------------------------------
@@ -363,7 +326,7 @@ class KindSolver:
             if bound is not None:
                 done = min(done, max(bound, value))
                 continue
-            for side in self._split(lagrangian, climb.best, least, value):
+            for side in split_options(lagrangian, climb.best, least, self._target(), value):
                 there = closed + side
                 child = self._climb_from(lagrangian, climb, there)
                 if not child.impossible:
@@ -416,62 +379,19 @@ class KindSolver:
             return None
         began = time.perf_counter()
         found = self._core(lagrangian, point, keep, target)
-        self._count("core_s", time.perf_counter() - began)
         if found is None:
             few = self._statistics["open"] <= _FEW
             if not (whole or few or self._deadline_s is None):
                 return None
-            return self._solve_program(
-                self._flow_program(self._domain(lagrangian.graph, keep)), target
-            )
+            domain = self._domain(lagrangian.graph, keep)
+            return self._propose(flow_program(self._incumbent, domain), target)
         core, column_of, prices = found
         if self._deadline_s is not None:
             bound, complete = self._search(core, column_of, prices, target, _MERGED_WIDTHS)
             self._count("core_s", time.perf_counter() - began)
             if complete or self._out_of_time():
                 return bound
-        program, unit = core.program()
-
-        def read(values: FloatArray) -> tuple[IntArray, IntArray]:
-            items = core.chosen(values)
-            return column_of(items), items
-
-        return self._solve_program((program, read, unit, core.constant), target)
-
-    def _split(
-        self, lagrangian: Lagrangian, point: Point, least: FloatArray, value: float
-    ) -> list[FloatArray]:
-        """Two masks that close options: the variable whose likely options differ most."""
-        graph = lagrangian.graph
-        room = min(self._target() - value, _WIDEST * abs(value))
-        softness = max(_SOFTNESS * room, 1e-12 * abs(value), 1e-300)
-        weight = np.where(least < self._target(), np.exp((value - least) / softness), 0.0)
-        total = weight.sum(axis=1, keepdims=True)
-        share = weight / np.where(total > 0, total, 1.0)
-        # What an option moves: the objective, and every priced row at its price. Near a tie
-        # these cancel, so each is counted by itself.
-        rows = np.flatnonzero(point.prices > 0)
-        changes = single_changes(lagrangian, point.options, rows)
-        priced = changes.use * (point.prices[rows] / lagrangian.scale[rows])
-        parts = np.concatenate([changes.objective[:, :, None], priced], axis=2)
-        mean = (share[:, :, None] * parts).sum(axis=1)
-        spread = (share[:, :, None] * np.abs(parts - mean[:, None, :])).sum(axis=1)
-        total_spread = spread.sum(axis=1)
-        total_spread[(weight > 0).sum(axis=1) < 2] = -1.0
-        pick = int(total_spread.argmax())
-        amount = parts[pick, :, int(spread[pick].argmax())]
-        options = np.flatnonzero(weight[pick] > 0)
-        options = options[np.argsort(amount[options], kind="stable")]
-        middle = float(mean[pick, int(spread[pick].argmax())])
-        split = int(np.searchsorted(amount[options], middle, side="right"))
-        split = min(max(split, 1), len(options) - 1)
-        sides = []
-        for part in (options[:split], options[split:]):
-            closed = np.zeros(graph.allowed.shape)
-            closed[pick] = math.inf
-            closed[pick, part] = 0.0
-            sides.append(closed)
-        return sides
+        return self._propose(core_program(core, column_of), target)
 
     def _climb_from(self, lagrangian: Lagrangian, parent: Climb, closed: FloatArray) -> Climb:
         """The best bound of a node, from its parent's prices and those of its plans that stay."""
@@ -484,7 +404,7 @@ class KindSolver:
 
         def visit(point: Point) -> bool:
             if not (point.excess[self._own_rows(lagrangian) :] > 0).any():
-                self.offer(lagrangian.graph.operator_columns(point.options))
+                self._incumbent.offer(lagrangian.graph.operator_columns(point.options))
             return self._out_of_time()
 
         return lagrangian.maximise(
@@ -548,7 +468,7 @@ class KindSolver:
 
         def accept(items: IntArray) -> bool:
             column = column_of(items)
-            return self.offer(column) or self._verified(column)
+            return self._incumbent.offer(column) or self._incumbent.keeps(column)
 
         solution = KnapsackSearch(
             core.knapsack,
@@ -569,76 +489,11 @@ class KindSolver:
             bound -= _ROUNDING * abs(bound)
         return min(bound, threshold), solution.complete
 
-    def _solve_program(self, built: _Program, threshold: float) -> float:
-        """Let the back end solve a program, and verify what it proposes.
-
-        Returns:
-            A lower bound of its plans and of those left out, which are not below `threshold`.
-        """
-        program, read, unit, constant = built
-        bound = -math.inf
-        for _ in range(_MOST_CUTS):
-            answer = self._run(program, unit, constant, threshold)
-            self._count("programs")
-            if answer.status == "infeasible":
-                return threshold
-            if math.isfinite(answer.bound):
-                proven = constant + answer.bound * unit
-                bound = max(bound, min(proven - _ROUNDING * abs(proven), threshold))
-            if answer.values is None:
-                return bound
-            column, chosen = read(answer.values)
-            if self.offer(column) or self._verified(column):
-                return bound
-            self._count("cuts")
-            program = without_plan(program, chosen)
-        raise SolverUnavailableError(
-            self._solver,
-            f"proposed {_MOST_CUTS} plans for {self._device.name} that break a budget",
-            "Choose another with SolveParameters(solver=...)",
+    def _propose(self, program: Program, threshold: float) -> float:
+        """Have a program solved; see `BackEnd.solve`."""
+        return self._back_end.solve(
+            program, self._incumbent, bound=self._bound, threshold=threshold
         )
-
-    def _flow_program(self, domain: BoolArray) -> _Program:
-        """The edge-flow program over some options."""
-        built = formulate(
-            self._problem,
-            deadline_s=self._deadline_s,
-            device=self._device.name,
-            objective="time" if self._deadline_s is None else "perturbation",
-            domains=[domain],
-            named=False,
-        )
-        ((_, choices),) = built.choices
-
-        def read(values: FloatArray) -> tuple[IntArray, IntArray]:
-            ((_, column),) = built.read(values)
-            return column, np.unique(choices[np.arange(len(column)), column])
-
-        return built.program, read, built.objective_unit, 0.0
 
     def _count(self, name: str, amount: float = 1.0) -> None:
         self._statistics[name] = self._statistics.get(name, 0.0) + amount
-
-    def _verified(self, column: IntArray) -> bool:
-        """Whether the plan keeps every budget (it may be no better than the incumbent)."""
-        part = evaluate_device(self._problem, self._device, column)
-        late = self._deadline_s is not None and part.iteration_time_s > self._deadline_s * (
-            1 + TIME_TOLERANCE
-        )
-        return part.peak_memory_bytes <= self._device.memory_bytes and not late
-
-    def _run(
-        self, program: LinearProgram, unit: float, constant: float, threshold: float
-    ) -> ProgramSolution:
-        # The gap is a fraction of the whole objective, of which the program may hold a part;
-        # of its bound, because a better plan makes the gap allowed smaller.
-        whole = max(self._bound, constant, 0.0)
-        return solve_program(
-            program,
-            solver=self._solver,
-            time_limit_s=self._time_left(),
-            relative_gap=self._gap * _OWN_GAP,
-            absolute_gap=self._gap * _OWN_GAP * abs(whole) / unit,
-            seed=self._seed,
-            interrupter=self._interrupter,
-        )

@@ -17,7 +17,6 @@ from qsync_opt.optimize.exchange import exchange
 from qsync_opt.optimize.factors import entries
 from qsync_opt.optimize.lagrangian import Lagrangian
 
-
 #: Options that are exchanged, those of least reduced cost, and the memory rows looked at, those
 #: with the least room.
 _MOST_OPTIONS = 2_500

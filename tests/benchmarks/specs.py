@@ -33,7 +33,17 @@ DEFAULT_LIMIT_S = 60.0
 
 #: The steps of the exact method in the order of its clock, as its statistics name them.
 CLOCK = ("graph_s", "bound_s", "heuristic_s")
-COUNTS = ("first_gap", "variables", "rounds", "open", "classes", "items", "nodes", "programs")
+COUNTS = (
+    "first_gap",
+    "variables",
+    "rounds",
+    "branchings",
+    "open",
+    "classes",
+    "items",
+    "labels",
+    "programs",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

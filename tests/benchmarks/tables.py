@@ -57,8 +57,9 @@ def to_markdown(data: Mapping[str, Any]) -> str:
         *_family_tables(data["rows"]),
         "## What the steps of the exact method take and leave",
         "Per device kind. Seconds of each step; the gap after bounds and heuristics, before the"
-        " core; operators with a choice, rounds of the bound, open choices in the last core,"
-        " classes and items of its knapsack, nodes searched, programs given to a solver.",
+        " core; operators with a choice, rounds of the bound, Lagrangian branchings, open choices"
+        " in the last core, classes and items of its knapsack, labels looked at, programs given to"
+        " a solver.",
         ablation_table(data["rows"]),
     ]
     if start := data.get("start_up"):

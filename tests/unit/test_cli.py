@@ -473,7 +473,7 @@ def noisy(plain):
         return plain(*arguments)
     return call
 
-for name in ("exact", "minima", "kind"):
+for name in ("incumbent", "minima", "kind"):
     module = importlib.import_module(f"qsync_opt.optimize.{name}")
     module.evaluate_device = noisy(module.evaluate_device)
 from qsync_opt import cli
@@ -558,7 +558,7 @@ def test_ctrl_c_while_a_solver_runs_ends_with_what_is_there(
             status="unknown", values=None, objective=None, bound=-math.inf, message=""
         )
 
-    monkeypatch.setattr("qsync_opt.optimize.exact.solve_program", endless)
+    monkeypatch.setattr("qsync_opt.optimize.proposals.solve_program", endless)
     words = ["solve", problem_file, "--plain", "--time-limit", "none", "--threads", threads]
     code, shown = run_json(capsys, *words)
     assert (code, shown["status"]) == (130, "interrupted")

@@ -151,8 +151,8 @@ show([result.status.name, True,
 def test_a_back_end_that_ends_its_process_is_reported() -> None:
     shown = run("""
 import qsync_opt as qo
-from qsync_opt.optimize import exact
-exact.solve_program = lambda *a, **k: os._exit(139)
+from qsync_opt.optimize import proposals
+proposals.solve_program = lambda *a, **k: os._exit(139)
 problem = qo.generate_problem(operators=210, precisions=3, devices=2, seed=3)
 result = qo.solve(problem, method="auto", parameters=qo.SolveParameters(plain=True, threads=2))
 show([result.status.name, result.method, result.fallback_reason])
