@@ -1,6 +1,7 @@
 # make demo   solve an instance, compare the methods, draw the Pareto curve, write the MPS
 # make test   lint, types and tests
 # make bench  time to the proof beside plain solvers; prints a table
+# make cuda   compile the CUDA sources for every architecture they are for
 # Each sets up .venv first. PYTHON=python3.12 picks another interpreter.
 
 PYTHON ?= python3
@@ -36,7 +37,7 @@ bench: $(INSTALLED)
 	@$(BIN)/python -m tests.benchmarks
 
 cuda:
-	@$(MAKE) -C cuda
+	@$(MAKE) -C cuda check
 
 clean:
 	rm -rf $(VENV) build dist demo-output *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

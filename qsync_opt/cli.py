@@ -19,7 +19,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qsync_opt import __version__, commands
+from qsync_opt import __version__, commands, cost_commands, model_commands, replay_commands
 from qsync_opt.commands import (
     EXIT_BAD_INPUT,
     EXIT_INTERRUPTED,
@@ -40,6 +40,17 @@ if TYPE_CHECKING:
 METHODS = ("auto", "exact", "greedy", "uniform", "fastest", "random", "brute_force")
 SOLVERS = ("highs", "scip", "cp_sat", "cbc")
 
+#: The same list as in `measure.sensitivity`; a test compares them.
+INDICATORS = (
+    "variance",
+    "variance_published",
+    "measured",
+    "hessian",
+    "loss",
+    "divergence",
+    "random",
+)
+
 _DEFAULT_SLACKS = "0,0.02,0.05,0.1,0.2,0.5"
 #: What the library calls a parameter -> what the user typed.
 _OPTION_OF = {
@@ -50,11 +61,14 @@ _OPTION_OF = {
     **{
         name: f"--{name}"
         for name in (
+            "batches",
             "buckets",
             "costs",
             "device",
             "devices",
+            "draws",
             "graph",
+            "kind",
             "method",
             "methods",
             "operators",
@@ -62,6 +76,7 @@ _OPTION_OF = {
             "plot",
             "precisions",
             "seed",
+            "set",
             "slack",
             "slacks",
             "solution",
@@ -157,6 +172,10 @@ def _numbers(text: str) -> tuple[float, ...]:
     return tuple(_number(part) for part in text.split(","))
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
 def _methods(text: str) -> tuple[str, ...]:
     words = tuple(part.strip() for part in text.split(","))
     unknown = [word for word in words if word not in METHODS]
@@ -185,6 +204,71 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     sub = command(
+        "capture", model_commands.run_capture, "record one training step of a model as a graph"
+    )
+    sub.add_argument("model", metavar="MODEL", help="Python file with build()")
+    sub.add_argument("--output", "-o", metavar="GRAPH", required=True, help="graph file to write")
+    sub.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an argument of build(), for example batch_size=32; can be repeated",
+    )
+    sub.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
+    )
+
+    sub = command(
+        "perturb",
+        model_commands.run_perturb,
+        "what every operator at every precision adds to the variance of the gradient",
+    )
+    sub.add_argument("model", metavar="MODEL", help="Python file with build()")
+    sub.add_argument("graph", metavar="GRAPH", help="graph file captured from it")
+    sub.add_argument(
+        "--output", "-o", metavar="TABLE", required=True, help="perturbation file to write"
+    )
+    sub.add_argument(
+        "--method", choices=INDICATORS, default=INDICATORS[0], help="default: %(default)s"
+    )
+    sub.add_argument(
+        "--precisions",
+        type=_words,
+        default=("fp32", "tf32", "bf16", "fp16", "fp8", "int8"),
+        metavar="A,B,...",
+        help="columns of the table; default: all",
+    )
+    sub.add_argument(
+        "--batches", type=int, default=1, metavar="N", help="mean over N; default: %(default)s"
+    )
+    sub.add_argument("--draws", type=int, metavar="N", help="random draws a batch")
+    sub.add_argument(
+        "--rounding",
+        choices=("nearest", "stochastic"),
+        default="nearest",
+        help="of 8-bit operands; default: %(default)s",
+    )
+    sub.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    sub.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an argument of build(); default: as the graph was captured",
+    )
+    sub.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
+    )
+
+    _measure_options(
+        command("measure", cost_commands.run_measure, "measure what a graph costs on this device")
+    )
+    _build_options(
+        command("build", cost_commands.run_build, "make a problem of measured costs and a cluster")
+    )
+
+    sub = command(
         "solve", commands.run_solve, "find the plan of least perturbation that keeps the pace"
     )
     sub.add_argument("problem", metavar="PROBLEM", help="problem file")
@@ -198,6 +282,25 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("problem", metavar="PROBLEM", help="problem file")
     sub.add_argument("plan", metavar="PLAN", help="plan file")
     sub.add_argument("--deadline", type=_number, metavar="S", help="iteration time to keep (s)")
+
+    sub = command(
+        "replay", replay_commands.run_replay, "what every rank does in a step, as table and trace"
+    )
+    sub.add_argument("problem", metavar="PROBLEM", help="problem file")
+    sub.add_argument("plan", metavar="PLAN", help="plan file")
+    sub.add_argument("--trace", metavar="FILE", help="write a Chrome trace (.json or .json.gz)")
+    sub.add_argument("--against", metavar="FILE", help="compare with a measured Chrome trace")
+    sub.add_argument(
+        "--rank", type=int, default=0, metavar="N", help="with --against; default: %(default)s"
+    )
+    sub.add_argument("--graph", metavar="GRAPH", help="with --kind: the graph that was measured")
+    sub.add_argument(
+        "--kind",
+        action="append",
+        default=[],
+        metavar="NAME=COSTS",
+        help="costs file of a device kind, for what its host takes to launch; can be repeated",
+    )
 
     sub = command("compare", commands.run_compare, "several methods side by side")
     sub.add_argument("problem", metavar="PROBLEM", help="problem file")
@@ -270,6 +373,49 @@ def _parser() -> argparse.ArgumentParser:
     _slacks_option(sub)
     _solver_options(sub)
     return parser
+
+
+def _measure_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("graph", metavar="GRAPH", help="graph file")
+    sub.add_argument("--output", "-o", metavar="COSTS", required=True, help="costs file to write")
+    model = sub.add_mutually_exclusive_group()
+    model.add_argument(
+        "--model", metavar="MODEL", help="model file; default: the one that was captured"
+    )
+    model.add_argument(
+        "--no-model", action="store_true", help="measure operators only, no buckets and steps"
+    )
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="default: that of the graph")
+    sub.add_argument("--threads", type=int, metavar="N", help="of a CPU; default: torch's")
+    sub.add_argument(
+        "--precisions", metavar="A,B,...", help="default: all that the device has"
+    )
+    sub.add_argument("--optimizer", default="adamw", help="adamw (default), adam or sgd")
+    sub.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="time all-reduces between N processes on this machine; under torchrun its group is"
+        " used instead",
+    )
+
+
+def _build_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("graph", metavar="GRAPH", help="graph file")
+    sub.add_argument(
+        "--kind",
+        action="append",
+        required=True,
+        metavar="NAME=COSTS[,workers=N][,share=X][,memory_gb=X]",
+        help="a device kind and its costs file; repeat for every kind",
+    )
+    sub.add_argument("--perturbation", metavar="TABLE", required=True, help="file of `perturb`")
+    sub.add_argument(
+        "--all-reduce", metavar="COSTS", help="costs file whose all-reduce times hold for the job"
+    )
+    sub.add_argument("--output", "-o", metavar="PROBLEM", required=True, help="file to write")
+    _pace_options(sub)
 
 
 def _pace_options(sub: argparse.ArgumentParser) -> None:

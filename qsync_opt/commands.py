@@ -40,7 +40,7 @@ def run_solve(arguments: argparse.Namespace) -> int:
 
     problem = _paced(load_problem(arguments.problem), arguments)
     hint = None if arguments.hint is None else load_plan(arguments.hint)
-    _check_targets(arguments.output)
+    check_targets(arguments.output)
     with console.solving() as progress:
         result = solve(
             problem,
@@ -100,7 +100,7 @@ def run_pareto(arguments: argparse.Namespace) -> int:
     from qsync_opt.optimize.compare import pareto
     from qsync_opt.report import check_image, pareto_csv, plot_pareto
 
-    _check_targets(arguments.csv, arguments.plot)
+    check_targets(arguments.csv, arguments.plot)
     if arguments.plot is not None:
         check_image(arguments.plot)
     problem = load_problem(arguments.problem)
@@ -149,7 +149,7 @@ def run_export(arguments: argparse.Namespace) -> int:
             ("plan", "solution") if arguments.plan is not None else ("solution", "plan")
         )
         raise ParameterError(missing, f"must be given with --{given}", None)
-    _check_targets(arguments.mps if arguments.solution is None else arguments.plan)
+    check_targets(arguments.mps if arguments.solution is None else arguments.plan)
     problem = _paced(load_problem(arguments.problem), arguments)
     if arguments.solution is None:
         with console.solving():  # the deadline may have to be found
@@ -256,7 +256,7 @@ def _exit_code(rows: Sequence[ComparisonRow]) -> int:
     return EXIT_PLAN if any(row.plan is not None for row in rows) else EXIT_NO_PLAN
 
 
-def _check_targets(*paths: str | None) -> None:
+def check_targets(*paths: str | None) -> None:
     """Refuse a file that cannot be written before time is spent on what goes into it."""
     for path in paths:
         if path is None:

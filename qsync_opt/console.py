@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -35,6 +35,13 @@ def one_line(text: str) -> str:
     """`text` on one line, with control characters escaped."""
     words = " ".join(text.split())
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+
+
+@contextmanager
+def foreign_code() -> Iterator[None]:
+    """What code of others prints goes to standard error: standard output is for the result."""
+    with redirect_stdout(sys.stderr or open(os.devnull, "w")):  # noqa: SIM115
+        yield
 
 
 def to_json(value: object) -> object:
@@ -145,6 +152,23 @@ def status_line() -> Iterator[Callable[[Progress], None] | None]:
                 parts.append(f"bound {progress.bound:.6g}")
             parts.append(f"{progress.elapsed_s:.1f} s")
             status.update(Text(one_line("  ".join(filter(None, parts)))))
+
+        yield report
+
+
+@contextmanager
+def counting(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A callback (done, all) that keeps one line on standard error; None without a terminal."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status("") as status:
+
+        def report(done: int, total: int) -> None:
+            status.update(Text(f"{what}  {done} of {total}"))
 
         yield report
 

@@ -57,6 +57,28 @@ class ParameterError(FieldError):
     """An option of a call is out of its range or unknown."""
 
 
+class GraphError(FieldError):
+    """A graph of operators is malformed or contradicts itself."""
+
+
+class CostsError(FieldError):
+    """Measured costs are malformed, or do not belong to the graph that they are used with."""
+
+
+class MeasureError(QsyncError, RuntimeError):
+    """A device cannot be measured, or not in this state.
+
+    Args:
+        what: what was found, and where.
+        remedy: what to do next.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what = what
+        self.remedy = remedy
+        super().__init__(f"{what}. {remedy}")
+
+
 class InfeasibleError(QsyncError, RuntimeError):
     """A plan was asked for and there is none; the message carries the reason.
 
@@ -83,3 +105,32 @@ class SolverUnavailableError(QsyncError, RuntimeError):
         self.solver = solver
         self.reason = reason
         super().__init__(f"solver {solver}: {reason}" + (f". {remedy}" if remedy else ""))
+
+
+class CaptureError(QsyncError, RuntimeError):
+    """A training step cannot be recorded, or holds what a graph cannot describe.
+
+    Args:
+        what: what was found, and where.
+        remedy: what to do next.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what = what
+        self.remedy = remedy
+        super().__init__(f"{what}. {remedy}")
+
+
+class KernelError(QsyncError, RuntimeError):
+    """A GPU kernel could not be built, or the device refused its launch.
+
+    Args:
+        kernel: what was built or launched.
+        reason: what happened, in the tool's own words where there are any.
+        remedy: what to do next.
+    """
+
+    def __init__(self, kernel: str, reason: str, remedy: str = "") -> None:
+        self.kernel = kernel
+        self.reason = reason
+        super().__init__(f"kernel {kernel}: {reason}" + (f". {remedy}" if remedy else ""))

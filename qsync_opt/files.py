@@ -16,8 +16,20 @@ import zlib
 from pathlib import Path
 
 from qsync_opt.conversion import from_plan, from_problem, to_plan, to_problem
+from qsync_opt.costs import DeviceCosts
+from qsync_opt.costs_conversion import from_costs, to_costs
+from qsync_opt.costs_schema import CostsDocument
 from qsync_opt.errors import FormatError
+from qsync_opt.graph import OperatorGraph
+from qsync_opt.graph_conversion import from_graph, to_graph
+from qsync_opt.graph_schema import GraphDocument
 from qsync_opt.optimize.problem import AllocationProblem
+from qsync_opt.perturbation import PerturbationTable
+from qsync_opt.perturbation_file import (
+    PerturbationDocument,
+    from_perturbations,
+    to_perturbations,
+)
 from qsync_opt.plan import PrecisionPlan
 from qsync_opt.schema import PlanDocument, ProblemDocument
 from qsync_opt.strict_json import D, Document, collector_paused, decode, encode
@@ -67,6 +79,65 @@ def save_plan(plan: PrecisionPlan, path: str | os.PathLike[str]) -> None:
         FormatError: the path cannot be written; what was there is left as it was.
     """
     save_document(from_plan(plan), path)
+
+
+def load_graph(path: str | os.PathLike[str]) -> OperatorGraph:
+    """Read a `qsync-opt/graph` file (`.json` or `.json.gz`).
+
+    Raises:
+        FormatError: the file is not of the format.
+        GraphError: the graph in it breaks a rule.
+    """
+    with collector_paused():
+        return to_graph(load_document(path, GraphDocument))
+
+
+def save_graph(graph: OperatorGraph, path: str | os.PathLike[str]) -> None:
+    """Write a `qsync-opt/graph` file; `.gz` packs it.
+
+    Raises:
+        FormatError: the path cannot be written; what was there is left as it was.
+    """
+    with collector_paused():
+        save_document(from_graph(graph), path)
+
+
+def load_perturbations(path: str | os.PathLike[str]) -> PerturbationTable:
+    """Read a `qsync-opt/perturbation` file (`.json` or `.json.gz`).
+
+    Raises:
+        FormatError: the file is not of the format.
+        ParameterError: the table in it breaks a rule.
+    """
+    return to_perturbations(load_document(path, PerturbationDocument))
+
+
+def save_perturbations(table: PerturbationTable, path: str | os.PathLike[str]) -> None:
+    """Write a `qsync-opt/perturbation` file; `.gz` packs it.
+
+    Raises:
+        FormatError: the path cannot be written; what was there is left as it was.
+    """
+    save_document(from_perturbations(table), path)
+
+
+def load_costs(path: str | os.PathLike[str]) -> DeviceCosts:
+    """Read a `qsync-opt/costs` file (`.json` or `.json.gz`).
+
+    Raises:
+        FormatError: the file is not of the format.
+        CostsError: the tables in it do not fit together.
+    """
+    return to_costs(load_document(path, CostsDocument))
+
+
+def save_costs(costs: DeviceCosts, path: str | os.PathLike[str]) -> None:
+    """Write a `qsync-opt/costs` file; `.gz` packs it.
+
+    Raises:
+        FormatError: the path cannot be written; what was there is left as it was.
+    """
+    save_document(from_costs(costs), path)
 
 
 def load_document(path: str | os.PathLike[str], schema: type[D]) -> D:

@@ -18,22 +18,58 @@ ROOT = "qsync_opt"
 #: From the bottom up. A module may import modules of lower lines only, not of its own line.
 LAYERS = (
     ("errors", "precision"),
-    ("plan", "graph", "costs"),
     # the data
-    ("optimize.arrays", "optimize.canonical"),
-    ("optimize.problem",),
+    ("plan", "strict_json", "optimize.arrays", "optimize.canonical"),
+    ("graph", "perturbation", "costs", "optimize.problem"),
+    ("graph_validation",),
     ("optimize.device_validation",),
     ("optimize.validation",),
-    ("strict_json",),
-    ("schema",),
-    ("conversion",),
+    ("schema", "graph_schema", "costs_schema"),
+    ("conversion", "graph_conversion", "costs_conversion", "perturbation_file"),
     ("files",),
+    # kernels
+    ("kernels.rounding", "kernels.build"),
+    ("kernels.checks", "kernels.reference", "kernels.registry", "kernels.native"),
+    ("kernels.launch",),
+    ("kernels.products",),
+    ("kernels.library",),
+    # layers
+    ("runtime.fp32",),
+    ("runtime.arithmetic", "runtime.availability", "runtime.casts"),
+    ("runtime.products",),
+    ("runtime.batched", "runtime.convolutions", "runtime.session"),
+    ("runtime.operators",),
+    ("runtime.functions", "runtime.layers"),
+    ("runtime.calls",),
+    ("runtime.targets",),
+    ("runtime.assignment",),
+    ("runtime.convert",),
+    # what a model does, and what that takes
+    ("measure.calls", "measure.step", "measure.clock", "measure.notebook"),
+    ("measure.model_file", "measure.probe", "measure.operands"),
+    ("measure.communication", "measure.memory", "measure.records", "measure.casts"),
+    ("measure.values", "measure.naming", "measure.roles", "measure.rounding_noise"),
+    ("measure.recorder", "measure.autograd_graph", "measure.flows"),
+    ("measure.attribution", "measure.taps", "measure.kinks"),
+    ("measure.assembly", "measure.moments"),
+    ("measure.capture", "measure.indicators", "measure.variance", "measure.execution"),
+    ("measure.operators", "measure.ground_truth", "measure.uniform"),
+    ("measure.measuring", "measure.sensitivity"),
+    ("device_tables",),
+    ("build",),
     # what a plan costs, and what is asked and answered
     ("optimize.evaluate",),
-    ("optimize.linear", "optimize.ticks", "optimize.elimination", "optimize.knapsack"),
-    ("optimize.workers", "optimize.interrupter"),
+    ("optimize.linear", "optimize.ticks", "optimize.elimination"),
+    ("optimize.labels", "optimize.exchange"),
+    ("optimize.relaxation",),
+    ("optimize.knapsack",),
+    ("optimize.workers", "optimize.processes", "optimize.interrupter"),
     ("optimize.generate", "optimize.result", "optimize.rows", "optimize.choices"),
-    ("optimize.comparison",),
+    ("optimize.comparison", "optimize.incumbent"),
+    # what a step will be like
+    ("simulate.tasks", "simulate.memory"),
+    ("simulate.replay", "hosts"),
+    ("simulate.trace",),
     # the methods
     ("optimize.consistency", "optimize.explanation", "optimize.factors", "optimize.state"),
     ("optimize.floors",),
@@ -46,13 +82,18 @@ LAYERS = (
     ("optimize.backends",),
     ("optimize.lagrangian", "optimize.minima"),
     ("optimize.core", "optimize.moves"),
+    ("optimize.branching", "optimize.proposals"),
     ("optimize.exact",),
+    ("optimize.kind",),
+    ("optimize.crew",),
     ("optimize.solve",),
     # questions about a problem
     ("optimize.compare", "optimize.explain", "optimize.export"),
     # what people see
     ("report", "console"),
     ("commands",),
+    ("model_commands", "replay_commands"),
+    ("cost_commands",),
     ("cli",),
 )
 LEVEL = {f"{ROOT}.{name}": level for level, names in enumerate(LAYERS) for name in names}
@@ -63,6 +104,7 @@ ALLOWED = {
         "an AllocationProblem validates itself on construction, and the one validation"
         " function reads its classes; the import stands inside __post_init__"
     ),
+    (f"{ROOT}.graph", f"{ROOT}.graph_validation"): "the same for an OperatorGraph",
 }
 
 #: Heavy or special packages -> the folders (or modules) of the package that may import them.
@@ -70,7 +112,7 @@ HOMES = {
     "ortools": ("optimize",),
     "pulp": ("optimize",),
     "scipy": ("optimize", "measure"),
-    "torch": ("measure", "kernels", "runtime"),
+    "torch": ("measure", "kernels", "runtime", "model_commands", "cost_commands"),
     "matplotlib": ("report",),
     "rich": ("console",),
 }

@@ -1,0 +1,268 @@
+"""The commands of `qsync-opt` that make and use measured costs: `measure` and `build`.
+
+Like those in `commands` they take the parsed options, show their result and return a code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qsync_opt.commands import EXIT_PLAN, check_targets
+from qsync_opt.errors import FormatError, MeasureError, ParameterError
+from qsync_opt.precision import Precision
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+    from qsync_opt.costs import AllReduceCosts, ClusterKind, DeviceCosts
+    from qsync_opt.graph import OperatorGraph
+    from qsync_opt.measure.measuring import TrainedModel
+    from qsync_opt.measure.notebook import Notebook
+
+#: Suffix of the file that keeps what an interrupted measurement has so far.
+PARTIAL = ".partial"
+
+
+def run_measure(arguments: argparse.Namespace) -> int:
+    """Measure what a graph's operators cost on the device at hand."""
+    from qsync_opt import console
+    from qsync_opt.files import load_graph, save_costs
+    from qsync_opt.model_commands import require_torch
+
+    check_targets(arguments.output)
+    graph = load_graph(arguments.graph)
+    require_torch()
+    import torch
+    from torch import distributed
+
+    from qsync_opt.measure.communication import measure_local_all_reduce, sizes_to_measure
+    from qsync_opt.measure.measuring import MeasureProgress, measure
+
+    device = torch.device(arguments.device or graph.provenance.device_type)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ParameterError("device", "must be usable here", "cuda", "There is no CUDA device")
+    if arguments.threads is not None:
+        if arguments.threads < 1:
+            raise ParameterError("threads", "must be at least 1", arguments.threads)
+        torch.set_num_threads(arguments.threads)
+    precisions = _precisions(arguments.precisions)
+    with console.foreign_code(), _group_of_launcher(device), console.counting("measured") as count:
+        rank = distributed.get_rank() if distributed.is_initialized() else 0
+        target = f"{arguments.output}.{rank}" if rank else arguments.output
+        trained = None if arguments.no_model else _trained(arguments.model, graph, device)
+
+        def report(progress: MeasureProgress) -> None:
+            if count is not None:
+                count(progress.done, progress.total)
+
+        costs = measure(
+            graph,
+            trained=trained,
+            device=device,
+            precisions=precisions,
+            optimizer=arguments.optimizer,
+            notebook=_notebook(graph, device, precisions, arguments.optimizer, target),
+            progress=report,
+        )
+        if arguments.ranks > 1 and costs.all_reduce is None:
+            sizes = sizes_to_measure(costs.buckets)
+            reduce = measure_local_all_reduce(sizes, arguments.ranks, device.type)
+            costs = replace(costs, all_reduce=reduce)
+    if rank == 0:
+        save_costs(costs, target)
+    with suppress(OSError):
+        os.unlink(target + PARTIAL)
+    if arguments.json:
+        console.write_json({"costs": target, **_summary(costs)})
+    else:
+        console.write(*_lines(costs), f"wrote {target}")
+    return EXIT_PLAN
+
+
+def run_build(arguments: argparse.Namespace) -> int:
+    """Make a problem of a graph, costs of several kinds, and a table of perturbations."""
+    from qsync_opt import console
+    from qsync_opt.build import build_problem, version_warnings
+    from qsync_opt.costs import Cluster
+    from qsync_opt.files import load_costs, load_graph, load_perturbations, save_problem
+
+    check_targets(arguments.output)
+    graph = load_graph(arguments.graph)
+    kinds, files = zip(*(_kind(text) for text in arguments.kind), strict=True)
+    costs = {kind.name: load_costs(path) for kind, path in zip(kinds, files, strict=True)}
+    problem = build_problem(
+        graph,
+        costs,
+        load_perturbations(arguments.perturbation),
+        Cluster(kinds=kinds, all_reduce=_all_reduce(arguments.all_reduce)),
+        deadline_s=arguments.deadline,
+        slack=arguments.slack or 0.0,
+    )
+    save_problem(problem, arguments.output)
+    warnings = version_warnings(costs)
+    shown = {
+        "problem": arguments.output,
+        "sha256": problem.sha256,
+        "operators": len(problem.operators),
+        "precisions": list(problem.precisions),
+        "buckets": len(problem.buckets),
+        "devices": {
+            device.name: {
+                "workers": device.workers,
+                "memory_bytes": device.memory_bytes,
+                "fixed_bytes": device.fixed_bytes,
+            }
+            for device in problem.devices
+        },
+        "warnings": list(warnings),
+    }
+    if arguments.json:
+        console.write_json(shown)
+    else:
+        console.write(
+            f"{problem.name}: {len(problem.operators)} operators at"
+            f" {', '.join(problem.precisions)}, {len(problem.buckets)} buckets,"
+            f" {len(problem.devices)} kinds",
+            *(f"warning: {text}" for text in warnings),
+            f"wrote {arguments.output}",
+        )
+    return EXIT_PLAN
+
+
+def _precisions(text: str | None) -> tuple[Precision, ...] | None:
+    if text is None:
+        return None
+    found = []
+    for word in text.split(","):
+        try:
+            found.append(Precision(word.strip()))
+        except ValueError:
+            known = ", ".join(Precision)
+            raise ParameterError("precisions", f"must be of {known}", word) from None
+    return tuple(found)
+
+
+def _trained(path: str | None, graph: OperatorGraph, device: Any) -> TrainedModel:
+    """The model that the graph was captured from, built again with the same sizes."""
+    from qsync_opt.measure.measuring import TrainedModel
+    from qsync_opt.measure.model_file import load_model, parse_sizes
+    from qsync_opt.measure.step import to_device
+
+    file = path or graph.provenance.model
+    if not Path(file).is_file():
+        raise MeasureError(
+            f"the model file {file} that the graph was captured from is not here",
+            "Give it with --model, or pass --no-model to measure neither buckets nor steps",
+        )
+    sizes = parse_sizes([f"{key}={value}" for key, value in graph.provenance.sizes.items()])
+    model, batch, loss = load_model(file, sizes)
+    return TrainedModel(model=model.to(device), batch=to_device(batch, device), loss=loss)
+
+
+def _notebook(
+    graph: OperatorGraph,
+    device: Any,
+    precisions: tuple[Precision, ...] | None,
+    optimizer: str,
+    target: str,
+) -> Notebook:
+    """A notebook in a file beside the target, with what an interrupted run left there."""
+    from qsync_opt.costs_schema import PartialCostsDocument
+    from qsync_opt.files import load_document, save_document
+    from qsync_opt.measure.measuring import measurement_key
+    from qsync_opt.measure.notebook import Notebook
+
+    path = target + PARTIAL
+    key = measurement_key(graph, device, precisions or (), optimizer)
+
+    def keep(entries: Mapping[str, Any]) -> None:
+        document = PartialCostsDocument(
+            format=PartialCostsDocument.FORMAT,
+            version=PartialCostsDocument.VERSION,
+            key=key,
+            entries=dict(entries),
+        )
+        save_document(document, path)
+
+    entries: Mapping[str, Any] = {}
+    with suppress(FormatError):  # none, or a broken one: nothing to go on from
+        document = load_document(path, PartialCostsDocument)
+        entries = document.entries if document.key == key else {}
+    return Notebook(entries, keep)
+
+
+@contextmanager
+def _group_of_launcher(device: Any) -> Iterator[None]:
+    """The default process group where a launcher such as torchrun has started this process."""
+    from torch import distributed
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def _kind(text: str) -> tuple[ClusterKind, str]:
+    """`NAME=COSTS,setting=value,...` as a kind and its file."""
+    from qsync_opt.build import cluster_kind
+
+    head, *settings = text.split(",")
+    name, separator, path = head.partition("=")
+    pairs = [setting.partition("=") for setting in settings]
+    if not (separator and name and path) or not all(middle for _, middle, _ in pairs):
+        rule = "must be NAME=COSTS, with ,workers=N ,share=X or ,memory_gb=X after it"
+        raise ParameterError("kind", rule, text)
+    return cluster_kind(name, **{key: value for key, _, value in pairs}), path
+
+
+def _all_reduce(path: str | None) -> AllReduceCosts | None:
+    from qsync_opt.files import load_costs
+
+    return None if path is None else load_costs(path).all_reduce
+
+
+def _summary(costs: DeviceCosts) -> dict[str, Any]:
+    where = costs.provenance
+    return {
+        "device": where.device,
+        "threads": where.threads,
+        "share": where.share,
+        "precisions": list(costs.precisions),
+        "signatures": int(costs.operators.forward_s.shape[0]),
+        "buckets": [bucket.size_bytes for bucket in costs.buckets],
+        "optimizer_s": costs.optimizer.step_s,
+        "steps": {step.precision: step.forward_s + step.backward_s for step in costs.steps},
+        "unavailable": [
+            {"signature": row.signature, "precision": row.precision, "reason": row.reason}
+            for row in costs.unavailable
+        ],
+        "warnings": list(costs.warnings),
+    }
+
+
+def _lines(costs: DeviceCosts) -> list[str]:
+    where = costs.provenance
+    limit = f"{where.threads} threads" if where.device_type == "cpu" else f"{where.share} %"
+    lines = [f"{where.device} ({limit}): {len(costs.operators.forward_s)} different operators"]
+    for step in costs.steps:
+        total_ms = 1e3 * (step.forward_s + step.backward_s)
+        lines.append(f"a step at {step.precision}: {total_ms:.2f} ms")
+    everywhere = [row for row in costs.unavailable if row.signature is None]
+    some = [row for row in costs.unavailable if row.signature is not None]
+    lines += [f"{row.precision}: {row.reason}" for row in everywhere]
+    lines += [f"signature {row.signature} at {row.precision}: {row.reason}" for row in some]
+    return [*lines, *(f"warning: {text}" for text in costs.warnings)]

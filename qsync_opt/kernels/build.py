@@ -1,0 +1,178 @@
+"""Compiles `cuda/` for one GPU architecture and keeps the result.
+
+On first use of a kernel, or ahead of time: `python -m qsync_opt.kernels.build [90a ...]`.
+The sources include no torch headers, so nvcc alone builds them in well under a minute on a
+desktop's cores, and the library fits any torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from qsync_opt.errors import KernelError, ParameterError
+
+#: No contraction: products and sums round one by one, as in the plain torch reference.
+FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+
+#: Least compute capability with the 8-bit matrix instructions that the products use.
+LEAST_CAPABILITY = (7, 5)
+
+#: Names the folder of built libraries; else the user's cache folder is taken.
+CACHE_VARIABLE = "QSYNC_OPT_CACHE"
+
+_LIBRARY = "libqsync_kernels.so"
+_log = logging.getLogger(__name__)
+
+
+def architecture_of(capability: tuple[int, int]) -> str:
+    """Name of the architecture to compile for; Hopper's own instructions need the `a`."""
+    return "90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}"
+
+
+def sources_folder() -> Path:
+    """Where the CUDA sources are.
+
+    Raises:
+        KernelError: they are not beside the package.
+    """
+    folder = Path(__file__).resolve().parents[2] / "cuda"
+    if not any(folder.glob("*.cu")):
+        remedy = "Install from a checkout (pip install -e .) to have the CUDA kernels."
+        raise KernelError("library", "the CUDA sources are not installed", remedy)
+    return folder
+
+
+def sources(architecture: str) -> list[Path]:
+    """The files to compile for an architecture: those of `_sm90` hold Hopper's instructions."""
+    files = sorted(sources_folder().glob("*.cu"))
+    return [path for path in files if architecture == "90a" or not path.stem.endswith("_sm90")]
+
+
+def cache_folder() -> Path:
+    """Where built libraries are kept."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named).absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "qsync_opt"
+
+
+def find_compiler() -> Path | None:
+    """The nvcc of CUDA_HOME, of the PATH, or of /usr/local/cuda."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    found = [Path(home) / "bin" / "nvcc" for home in homes]
+    on_path = shutil.which("nvcc")
+    found += [Path(on_path)] if on_path else []
+    found.append(Path("/usr/local/cuda/bin/nvcc"))
+    return next((path for path in found if path.is_file()), None)
+
+
+def library_path(architecture: str) -> Path:
+    """Where the library of the present sources for an architecture is, or will be."""
+    digest = hashlib.sha256("\0".join((*FLAGS, architecture)).encode())
+    for path in sorted(sources_folder().glob("*.cu*")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return cache_folder() / f"sm_{architecture}-{digest.hexdigest()[:16]}" / _LIBRARY
+
+
+def build(architecture: str) -> Path:
+    """The library for an architecture, compiled if it is not kept already.
+
+    Processes that ask at the same time wait for the first.
+
+    Args:
+        architecture: as nvcc names it after `sm_`, for example `90a`.
+
+    Raises:
+        KernelError: there is no compiler, or it failed; the message holds its first error.
+    """
+    if not architecture.isalnum():
+        rule = "must be a compute capability such as 80 or 90a"
+        raise ParameterError("architecture", rule, architecture)
+    target = library_path(architecture)
+    if target.is_file():
+        return target
+    compiler = find_compiler()
+    if compiler is None:
+        remedy = "Install the CUDA toolkit, or set CUDA_HOME."
+        raise KernelError("library", "no nvcc was found", remedy)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent / "lock"):
+        if not target.is_file():
+            _log.info("compiling the CUDA kernels for sm_%s ...", architecture)
+            _compile(compiler, architecture, target)
+            _log.info("built %s", target)
+    return target
+
+
+def _compile(compiler: Path, architecture: str, target: Path) -> None:
+    code = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+
+        def compile_one(source: Path) -> Path:
+            output = Path(folder) / f"{source.stem}.o"
+            _run([str(compiler), *FLAGS, code, "-c", "-o", str(output), str(source)], source.name)
+            return output
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            objects = list(pool.map(compile_one, sources(architecture)))
+        linked = Path(folder) / _LIBRARY
+        _run([str(compiler), "-shared", code, "-o", str(linked), *map(str, objects)], _LIBRARY)
+        os.replace(linked, target)
+
+
+def _run(command: Sequence[str], what: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = (done.stderr + done.stdout).strip().splitlines()
+        errors = [line for line in lines if "error" in line] or lines
+        reason = errors[0] if errors else f"nvcc ended with code {done.returncode}"
+        raise KernelError(what, reason, "Is the CUDA toolkit new enough for this GPU?")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _architectures_here() -> list[str]:
+    count = torch.cuda.device_count()
+    return sorted({architecture_of(torch.cuda.get_device_capability(i)) for i in range(count)})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build ahead of time; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m qsync_opt.kernels.build", description=__doc__)
+    parser.add_argument("architectures", nargs="*", help="for example 80 90a; default: GPUs here")
+    wanted = parser.parse_args(argv).architectures or _architectures_here()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if not wanted:
+        _log.info("no GPU here: name the architectures to build for, for example 80 90a")
+        return 2
+    try:
+        for architecture in wanted:
+            _log.info("%s", build(architecture))
+    except (KernelError, ParameterError) as error:
+        _log.info("%s", error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a model does and what that costs on the device at hand; needs torch."""

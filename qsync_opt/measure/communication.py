@@ -1,0 +1,186 @@
+"""What DDP reduces, read from a live object, and how long all-reduces take.
+
+Buckets are read through a communication hook, the documented way, after the rebuild that
+DDP does at its second iteration: before it, one bucket holds everything. Times start aligned:
+every round begins with a barrier, so that no rank's time contains waiting for another's work.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, multiprocessing, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync_opt.costs import AllReduceCosts, GradientBucket
+from qsync_opt.measure.clock import spread_of
+from qsync_opt.measure.step import Loss, call_model, loss_of, split_batch
+
+_FLOAT_BYTES = 4
+_ROUNDS, _WARM_UP = 9, 3
+_SMALLEST_BYTES = 2**12
+
+#: Steps until the buckets are those that stay: DDP rebuilds them before the second one.
+_STEPS_BEFORE = 2
+
+
+@contextmanager
+def process_group(backend: str = "gloo") -> Iterator[None]:
+    """The default process group, or where there is none one of this process alone."""
+    if distributed.is_initialized():
+        yield
+        return
+    store = distributed.HashStore()
+    distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def read_buckets(
+    model: nn.Module, batch: Any, loss: Loss | None, **options: Any
+) -> tuple[GradientBucket, ...]:
+    """The buckets of DDP for a model, in launch order; the model is left as it is.
+
+    Args:
+        model: not wrapped.
+        batch, loss: see `step`.
+        **options: of DistributedDataParallel, for example `bucket_cap_mb`.
+    """
+    model = copy.deepcopy(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    inputs, target = split_batch(batch, loss)
+    found: list[GradientBucket] = []
+    with process_group():
+        device = next(model.parameters()).device
+        wrapped = DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None, **options
+        )
+        recording = [False]
+
+        def hook(state: object, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
+            if recording[0]:
+                parameters = tuple(names[id(parameter)] for parameter in bucket.parameters())
+                size = bucket.buffer().numel() * bucket.buffer().element_size()
+                found.append(GradientBucket(size_bytes=size, parameters=parameters))
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        hook.__annotations__ = {"bucket": distributed.GradBucket}  # DDP takes no text for it
+        wrapped.register_comm_hook(None, hook)
+        for step in range(_STEPS_BEFORE + 1):
+            recording[0] = step == _STEPS_BEFORE
+            for parameter in model.parameters():
+                parameter.grad = None
+            loss_of(call_model(wrapped, inputs), target, loss).backward()  # type: ignore[no-untyped-call]
+    return tuple(found)
+
+
+def measure_all_reduce(
+    size_bytes: Sequence[int], device: torch.device, group: Any = None
+) -> AllReduceCosts:
+    """Time all-reduces of fp32 on a process group; every rank of it must call this.
+
+    Args:
+        size_bytes: sizes to measure.
+        device: of the tensors on this rank.
+        group: None for the default group.
+
+    Returns:
+        The same on every rank: the slowest rank's time of each round, the median of rounds.
+    """
+    sizes = sorted({max(_FLOAT_BYTES, size // _FLOAT_BYTES * _FLOAT_BYTES) for size in size_bytes})
+    times, spreads = [], []
+    for size in sizes:
+        tensor = torch.ones(size // _FLOAT_BYTES, device=device)
+        rounds = [_one_round(tensor, group) for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
+        slowest = torch.tensor(rounds, dtype=torch.float64, device=_control_device(device, group))
+        distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX, group=group)
+        values = slowest.tolist()
+        times.append(statistics.median(values))
+        spreads.append(spread_of(values))
+    return AllReduceCosts(
+        ranks=distributed.get_world_size(group),
+        backend=str(distributed.get_backend(group)),
+        size_bytes=np.array(sizes),
+        time_s=np.array(times),
+        spread=np.array(spreads),
+    )
+
+
+def measure_local_all_reduce(
+    size_bytes: Sequence[int], ranks: int, device_type: str = "cpu"
+) -> AllReduceCosts:
+    """Time all-reduces between processes that are started on this machine for it.
+
+    Args:
+        size_bytes: sizes to measure.
+        ranks: how many processes.
+        device_type: `cpu` for gloo, `cuda` for NCCL with one GPU for each rank.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(
+            _local_rank, args=(list(size_bytes), ranks, device_type, folder), nprocs=ranks
+        )
+        rows = json.loads((Path(folder) / "result.json").read_text())
+    return AllReduceCosts(ranks=ranks, **rows)
+
+
+def _local_rank(rank: int, sizes: list[int], ranks: int, device_type: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    store = distributed.FileStore(str(Path(folder) / "store"), ranks)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    try:
+        found = measure_all_reduce(sizes, device)
+    finally:
+        distributed.destroy_process_group()
+    if rank == 0:
+        rows = {
+            "backend": found.backend,
+            "size_bytes": found.size_bytes.tolist(),
+            "time_s": found.time_s.tolist(),
+            "spread": found.spread.tolist(),
+        }
+        (Path(folder) / "result.json").write_text(json.dumps(rows))
+
+
+def sizes_to_measure(buckets: Sequence[GradientBucket]) -> list[int]:
+    """The buckets' sizes, and powers of four around them, so that other buckets can be priced."""
+    sizes = sorted({bucket.size_bytes for bucket in buckets}) or [2**20]
+    low = int(math.log2(min(_SMALLEST_BYTES, sizes[0])))
+    high = math.ceil(math.log2(sizes[-1]))
+    return sorted({*sizes, *(2**power for power in range(low, high + 1, 2))})
+
+
+def _one_round(tensor: Tensor, group: Any) -> float:
+    is_cuda = tensor.is_cuda
+    distributed.barrier(group=group)
+    if is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    begin = time.perf_counter()
+    distributed.all_reduce(tensor, group=group)
+    if is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter() - begin
+
+
+def _control_device(device: torch.device, group: Any) -> torch.device:
+    """NCCL reduces on the GPU only."""
+    return device if distributed.get_backend(group) == "nccl" else torch.device("cpu")

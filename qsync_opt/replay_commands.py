@@ -1,0 +1,159 @@
+"""`qsync-opt replay`: the predicted step of a plan as a table and a trace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.commands import EXIT_PLAN, check_targets
+from qsync_opt.errors import ParameterError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+
+    from qsync_opt.optimize.problem import AllocationProblem
+    from qsync_opt.simulate.replay import Replay
+    from qsync_opt.simulate.tasks import HostCosts
+    from qsync_opt.simulate.trace import Difference
+
+#: Operators listed by `--against`.
+_LISTED = 15
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Show what every rank does in a step, write it as a trace, compare it with a measured one."""
+    from qsync_opt import console
+    from qsync_opt.files import load_plan, load_problem
+    from qsync_opt.simulate.replay import replay
+    from qsync_opt.simulate.trace import compare_traces, save_trace
+
+    check_targets(arguments.trace)
+    problem, plan = load_problem(arguments.problem), load_plan(arguments.plan)
+    replayed = replay(problem, plan, hosts=_hosts(problem, arguments))
+    differences: list[Difference] | None = None
+    if arguments.against is not None:
+        differences = compare_traces(problem, replayed, arguments.against, arguments.rank)
+    if arguments.trace is not None:
+        save_trace(problem, replayed, arguments.trace)
+    if arguments.json:
+        console.write_json(_to_json(problem, replayed, differences))
+    else:
+        console.write(*_render(problem, replayed, differences))
+        if arguments.trace is not None:
+            console.write(f"wrote {arguments.trace}")
+    return EXIT_PLAN
+
+
+def _hosts(problem: AllocationProblem, arguments: argparse.Namespace) -> dict[str, HostCosts]:
+    """What the hosts take, from the costs files that are given."""
+    from qsync_opt.files import load_costs, load_graph
+    from qsync_opt.hosts import host_costs
+
+    if bool(arguments.kind) != (arguments.graph is not None):
+        given, missing = ("kind", "graph") if arguments.kind else ("graph", "kind")
+        raise ParameterError(missing, f"must be given with --{given}", None)
+    if arguments.graph is None:
+        return {}
+    graph = load_graph(arguments.graph)
+    hosts = {}
+    for text in arguments.kind:
+        name, sign, path = text.partition("=")
+        if not (name and sign and path):
+            raise ParameterError("kind", "must be NAME=COSTS", text)
+        hosts[name] = host_costs(graph, load_costs(path), problem.precisions)
+    return hosts
+
+
+def _rows(problem: AllocationProblem, replayed: Replay) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for device in problem.devices:
+        part = replayed.kinds[device.name]
+        point = part.memory.peak_point
+        rows.append(
+            {
+                "device": device.name,
+                "ranks": device.workers,
+                "compute_s": part.compute_s,
+                "cast_s": part.cast_s,
+                "optimizer_s": part.optimizer_s,
+                "waiting_s": part.waiting_s,
+                "host_bound_s": part.host_bound_s,
+                "peak_bytes": part.memory.peak_bytes,
+                "memory_bytes": device.memory_bytes,
+                "peak_terms": part.memory.terms_at(point),
+            }
+        )
+    return rows
+
+
+def _to_json(
+    problem: AllocationProblem, replayed: Replay, differences: Sequence[Difference] | None
+) -> dict[str, object]:
+    return {
+        "iteration_time_s": replayed.iteration_time_s,
+        "error": replayed.error,
+        "communication_s": replayed.communication_s,
+        "kinds": _rows(problem, replayed),
+        "differences": None
+        if differences is None
+        else [
+            {
+                "operator": row.name,
+                "predicted_s": row.predicted_s,
+                "measured_s": row.measured_s,
+            }
+            for row in differences
+        ],
+    }
+
+
+def _render(
+    problem: AllocationProblem, replayed: Replay, differences: Sequence[Difference] | None
+) -> list[object]:
+    from qsync_opt import console
+
+    error = "" if replayed.error is None else f" ± {console.percent(replayed.error)}"
+    lines = [
+        f"{console.one_line(problem.name)}: a step takes"
+        f" {console.seconds(replayed.iteration_time_s)}{error},"
+        f" of which the network is busy {console.seconds(replayed.communication_s)}"
+    ]
+    total = replayed.iteration_time_s
+    rows, memory = [], []
+    for row in _rows(problem, replayed):
+        host = float(row["host_bound_s"]) / total if total else 0.0  # type: ignore[arg-type]
+        rows.append(
+            [
+                str(row["device"]),
+                str(row["ranks"]),
+                *(
+                    console.seconds(row[name])  # type: ignore[arg-type]
+                    for name in ("compute_s", "cast_s", "optimizer_s", "waiting_s")
+                ),
+                console.percent(host),
+            ]
+        )
+        terms: Mapping[str, int] = row["peak_terms"]  # type: ignore[assignment]
+        memory.append(
+            [
+                str(row["device"]),
+                ", ".join(f"{name} {console.size(size)}" for name, size in terms.items() if size),
+                console.size(row["peak_bytes"]),  # type: ignore[arg-type]
+                console.size(row["memory_bytes"]),  # type: ignore[arg-type]
+            ]
+        )
+    columns = ["device kind", "ranks", "compute", "casts", "optimizer", "waiting", "host-bound"]
+    parts: list[object] = ["\n".join(lines), console.table(columns, rows)]
+    parts.append(console.table(["device kind", "at the peak", "peak memory", "of"], memory, left=2))
+    if differences is not None:
+        listed = [
+            [
+                row.name,
+                console.seconds(row.predicted_s),
+                console.seconds(row.measured_s),
+                console.percent(row.extra_s / row.predicted_s if row.predicted_s else None),
+            ]
+            for row in differences[:_LISTED]
+        ]
+        parts.append(console.table(["operator", "predicted", "measured", "more"], listed))
+    return parts

@@ -1,0 +1,1 @@
+"""Predicting what a plan does: timelines of every rank, memory over time, traces."""

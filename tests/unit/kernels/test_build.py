@@ -1,0 +1,115 @@
+"""Building the kernels: what is compiled, where it is kept, and that Python and C++ agree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from qsync_opt.errors import KernelError, ParameterError
+from qsync_opt.kernels import build, native
+
+#: How a parameter of a launcher is passed, by the beginning of its declaration.
+LETTERS = (
+    ("const int*", "w"),
+    ("int64_t", "l"),
+    ("uint64_t", "u"),
+    ("int ", "i"),
+)
+
+
+def declared() -> dict[str, str]:
+    """Launcher -> letters of its parameters, read from the CUDA sources."""
+    found = {}
+    for path in build.sources_folder().glob("*.cu"):
+        for name, inside in re.findall(r"QSYNC_API int qsync_(\w+)\(([^)]*)\)", path.read_text()):
+            parameters = [" ".join(part.split()) for part in inside.split(",")]
+            assert parameters.pop() == "cudaStream_t stream", name
+            found[name] = "".join(letter_of(parameter) for parameter in parameters)
+    return found
+
+
+def letter_of(parameter: str) -> str:
+    for start, letter in LETTERS:
+        if parameter.startswith(start):
+            return letter
+    assert "*" in parameter, parameter
+    return "p"
+
+
+def test_python_calls_every_launcher_with_the_types_it_declares() -> None:
+    assert declared() == native._SIGNATURES
+
+
+def test_element_types_and_schemes_have_the_numbers_of_the_sources() -> None:
+    text = (build.sources_folder() / "common.cuh").read_text()
+    names = {
+        torch.float32: "kFloat32",
+        torch.bfloat16: "kBFloat16",
+        torch.float16: "kFloat16",
+        torch.int8: "kInt8",
+        torch.float8_e4m3fn: "kE4M3",
+        torch.float8_e5m2: "kE5M2",
+    }
+    for dtype, number in native.ELEMENTS.items():
+        assert f"{names[dtype]} = {number}" in text
+
+
+def test_hopper_gets_its_own_instructions() -> None:
+    assert build.architecture_of((9, 0)) == "90a"
+    assert build.architecture_of((7, 5)) == "75"
+    assert build.architecture_of((10, 0)) == "100"
+
+
+def test_the_place_depends_on_architecture_and_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    (tmp_path / "one.cu").write_text("one")
+    monkeypatch.setattr(build, "sources_folder", lambda: tmp_path)
+    places = {build.library_path("80"), build.library_path("90a")}
+    (tmp_path / "one.cu").write_text("other")
+    places.add(build.library_path("80"))
+    (tmp_path / "two.cuh").write_text("")
+    places.add(build.library_path("80"))
+    assert len(places) == 4
+    assert all(place.is_relative_to(tmp_path / "cache") for place in places)
+
+
+def test_a_kept_library_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    with pytest.raises(KernelError, match="no nvcc"):
+        build.build("80")
+    target = build.library_path("80")
+    target.parent.mkdir(parents=True)
+    target.touch()
+    assert build.build("80") == target
+
+
+def test_a_compiler_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "nvcc"
+    compiler.write_text("#!/bin/sh\necho 'x.cu(3): error: no such thing' >&2\nexit 2\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "find_compiler", lambda: compiler)
+    with pytest.raises(KernelError, match=r"x\.cu\(3\): error: no such thing"):
+        build.build("80")
+    assert not build.library_path("80").exists()
+
+
+def test_an_architecture_that_is_none_is_refused() -> None:
+    with pytest.raises(ParameterError, match="architecture"):
+        build.build("80; rm")
+    assert build.main(["80; rm"]) == 2
+
+
+def test_only_hopper_compiles_what_is_for_hopper() -> None:
+    every = set(build.sources_folder().glob("*.cu"))
+    assert set(build.sources("90a")) == every
+    assert {path.name for path in every - set(build.sources("80"))} == {
+        "int8_product_sm90.cu",
+        "int8_conv_sm90.cu",
+    }

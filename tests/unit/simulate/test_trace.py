@@ -1,0 +1,137 @@
+"""Traces: what a replay writes is what it says, and a measured trace is matched by name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qsync_opt.cli import main
+from qsync_opt.errors import FormatError
+from qsync_opt.files import save_plan, save_problem
+from qsync_opt.optimize.evaluate import plan_from_columns
+from qsync_opt.optimize.problem import AllocationProblem
+from qsync_opt.simulate.replay import Replay, replay
+from qsync_opt.simulate.trace import compare_traces, save_trace, to_trace
+from tests.tiny_problems import random_column, tiny_problem
+
+
+def replayed(seed: int) -> tuple[AllocationProblem, Replay]:
+    problem = tiny_problem(seed)
+    rng = np.random.default_rng(seed)
+    columns = [random_column(problem, device, rng) for device in problem.devices]
+    return problem, replay(problem, plan_from_columns(problem, columns))
+
+
+def spans(trace: dict[str, Any], rank: int, lane: int) -> list[tuple[str, float, float]]:
+    return [
+        (event["name"], event["ts"], event["dur"])
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and (event["pid"], event["tid"]) == (rank, lane)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_trace_has_every_rank_and_adds_up(seed: int) -> None:
+    problem, shown = replayed(seed)
+    trace = to_trace(problem, shown)
+    ranks = {event["pid"] for event in trace["traceEvents"]}
+    assert ranks == set(range(sum(device.workers for device in problem.devices)))
+    rank = 0
+    for device in problem.devices:
+        part = shown.kinds[device.name]
+        for _ in range(device.workers):
+            on_device = spans(trace, rank, 1)
+            spent = part.compute_s + part.cast_s + part.optimizer_s
+            assert sum(dur for _, _, dur in on_device) == pytest.approx(spent * 1e6)
+            ends = [ts + dur for _, ts, dur in on_device]
+            assert all(b >= a - 1e-6 * ends[-1] for a, b in zip(ends, ends[1:], strict=False))
+            reduced = spans(trace, rank, 2)
+            assert [name for name, _, _ in reduced] == [
+                f"all-reduce {k}" for k in range(len(problem.buckets))
+            ]
+            assert sum(dur for _, _, dur in reduced) == pytest.approx(shown.communication_s * 1e6)
+            peak = max(
+                event["args"]["bytes"]
+                for event in trace["traceEvents"]
+                if event["ph"] == "C" and event["pid"] == rank
+            )
+            assert peak == part.memory.peak_bytes
+            rank += 1
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_a_replay_differs_from_itself_in_nothing(tmp_path: Path, suffix: str) -> None:
+    problem, shown = replayed(3)
+    path = tmp_path / f"trace{suffix}"
+    save_trace(problem, shown, path)
+    one_rank = json.loads(
+        gzip.decompress(path.read_bytes()) if suffix == ".json.gz" else path.read_bytes()
+    )
+    one_rank["traceEvents"] = [e for e in one_rank["traceEvents"] if e["pid"] == 0]
+    alone = tmp_path / "alone.json"
+    alone.write_text(json.dumps(one_rank))
+    rows = compare_traces(problem, shown, alone)
+    assert {row.name for row in rows} == {operator.name for operator in problem.operators}
+    for row in rows:
+        assert row.measured_s == pytest.approx(row.predicted_s, rel=1e-9, abs=1e-15)
+
+
+def test_steps_are_averaged_and_nested_events_count_once(tmp_path: Path) -> None:
+    problem, shown = replayed(3)
+    name = problem.operators[1].name
+    events = []
+    for step in range(2):
+        at = 1000.0 * step
+        events.append({"ph": "X", "name": f"ProfilerStep#{step}", "ts": at, "dur": 900.0})
+        events.append({"ph": "X", "name": f"{name} forward", "ts": at, "dur": 100.0})
+        events.append({"ph": "X", "name": name, "ts": at + 20, "dur": 50.0})
+        events.append({"ph": "X", "name": f"{name} backward", "ts": at + 500, "dur": 30.0})
+        events.append({"ph": "X", "name": "something else", "ts": at, "dur": 800.0})
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    (row,) = compare_traces(problem, shown, path)
+    assert (row.name, row.measured_s) == (name, pytest.approx(130e-6))
+    assert row.extra_s == pytest.approx(130e-6 - row.predicted_s)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1, 2]", "{}", '{"traceEvents": 3}', '{"traceEvents": []}', "not json"]
+)
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    problem, shown = replayed(0)
+    path = tmp_path / "odd.json"
+    path.write_text(text)
+    with pytest.raises(FormatError, match=r"odd\.json"):
+        compare_traces(problem, shown, path)
+    with pytest.raises(FormatError, match="rank"):
+        compare_traces(problem, shown, path, rank=99)
+
+
+def test_the_command_shows_writes_and_compares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = tiny_problem(3)
+    rng = np.random.default_rng(3)
+    columns = [random_column(problem, device, rng) for device in problem.devices]
+    plan = plan_from_columns(problem, columns)
+    files = [str(tmp_path / name) for name in ("problem.json", "plan.json", "trace.json")]
+    save_problem(problem, files[0])
+    save_plan(plan, files[1])
+    assert main(["replay", *files[:2], "--trace", files[2], "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    told = replay(problem, plan)
+    assert shown["iteration_time_s"] == told.iteration_time_s
+    assert [row["peak_bytes"] for row in shown["kinds"]] == [
+        told.kinds[device.name].memory.peak_bytes for device in problem.devices
+    ]
+    assert main(["replay", *files[:2], "--against", files[2]]) == 0
+    table = capsys.readouterr().out
+    assert all(device.name in table for device in problem.devices)
+    assert problem.operators[0].name in table
+    assert main(["replay", *files[:2], "--kind", "a=b"]) == 2
+    assert "--graph: must be given with --kind" in capsys.readouterr().err
