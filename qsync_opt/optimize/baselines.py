@@ -25,7 +25,12 @@ from qsync_opt.optimize.choices import (
     movable,
     picked_columns,
 )
-from qsync_opt.optimize.evaluate import DeviceEvaluation, evaluate_device
+from qsync_opt.optimize.evaluate import (
+    TIME_TOLERANCE,
+    DeviceEvaluation,
+    broken_rules,
+    evaluate_device,
+)
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.optimize.state import PlanState
 from qsync_opt.optimize.ticks import equal_ticks
@@ -86,22 +91,20 @@ def uniform_candidates(
     """
     choices = movable(problem, device)
     options = {choice.columns for choice in choices}
-    state: PlanState | None = None
     result = []
     for target, precision in enumerate(problem.precisions):
         nearest = {columns: _nearest(problem, columns, target) for columns in options}
         picks = [nearest[choice.columns] for choice in choices]
         column = picked_columns(problem, choices, picks)
-        if state is None:
-            state = PlanState(problem, device, column)
-        else:
-            state.load(column)
+        evaluation = evaluate_device(problem, device, column)
+        feasible = (
+            evaluation.peak_memory_bytes <= device.memory_bytes
+            and evaluation.iteration_time_s <= deadline_s * (1 + TIME_TOLERANCE)
+            and not broken_rules(problem, device, column)
+        )
         result.append(
             UniformCandidate(
-                precision=precision,
-                column=column,
-                evaluation=evaluate_device(problem, device, column),
-                feasible=state.feasible(deadline_s),
+                precision=precision, column=column, evaluation=evaluation, feasible=feasible
             )
         )
     return tuple(result)

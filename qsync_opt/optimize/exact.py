@@ -46,8 +46,10 @@ from qsync_opt.optimize.result import SolveStatus, relative_gap
 _SMALL_CORES = (60, 240)
 _LARGE_CORE = 2_500
 
-#: Exchanges that are made before a plan is evaluated; one at a time once they meet.
+#: Exchanges that are made before a plan is evaluated; one at a time once they meet. With fewer
+#: variables than this the cores hold as many of the choices, and find as much sooner.
 _EXCHANGES = (6, 1)
+_EXCHANGE_FROM = 1_500
 
 #: Open choices that the back end is given in the edge-flow form rather than branched on.
 _FEW = 60
@@ -289,7 +291,8 @@ class KindSolver:
 
     def _exchange(self, lagrangian: Lagrangian, point: Point) -> None:
         """Exchange one option or two of the incumbent for as long as that helps."""
-        if self._deadline_s is None or not lagrangian.exact:
+        few = len(lagrangian.graph.allowed) < _EXCHANGE_FROM
+        if self._deadline_s is None or few or not lagrangian.exact:
             return
         for rounds in _EXCHANGES:
             while not (self._closed() or self._out_of_time()):
