@@ -30,8 +30,9 @@ lint: $(INSTALLED)
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 
+# One thread of torch in each of two workers: more only get in each other's way on small tensors.
 test: lint
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(INSTALLED)
 	@$(BIN)/python -m tests.benchmarks
