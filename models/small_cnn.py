@@ -47,6 +47,14 @@ class SmallCNN(nn.Module):
         return self.fc(x.flatten(1))  # type: ignore[no-any-return]
 
 
+def batches(step: int, rows: range, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Some rows of the batch of a step: digits drawn at random, the same for the same step."""
+    images, labels = load_data()
+    generator = torch.Generator().manual_seed(seed * 2**32 + step)
+    chosen = torch.randint(0, len(labels), (rows.stop,), generator=generator)[rows.start :]
+    return images[chosen], labels[chosen]
+
+
 def build(
     batch_size: int = 64, width: int = 16, seed: int = 0
 ) -> tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor]]:

@@ -36,6 +36,12 @@ def draw(batch_size: int, length: int, generator: torch.Generator) -> tuple[Tens
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
+def batches(step: int, rows: range, length: int = 64, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Some rows of the batch of a step: pieces of the text, the same for the same step."""
+    inputs, targets = draw(rows.stop, length, torch.Generator().manual_seed(seed * 2**32 + step))
+    return inputs[rows.start :], targets[rows.start :]
+
+
 def build(
     batch_size: int = 16,
     length: int = 64,

@@ -41,7 +41,8 @@ def build_problem(
         cluster: how many workers of which kinds, and the network.
         name: of the problem; default: the graph's.
         precisions: columns; default: all that some kind has.
-        deadline_s, slack: the pace to keep (`AllocationProblem`).
+        deadline_s: the iteration time to keep, seconds; None for (1 + slack) x the fastest.
+        slack: see `deadline_s`.
 
     Raises:
         CostsError: costs of another graph, kinds without costs, or without buckets.
@@ -94,20 +95,17 @@ def version_warnings(costs: Mapping[str, DeviceCosts]) -> tuple[str, ...]:
         costs: device kind -> what was measured on it.
     """
     warnings = [f"{kind}: {text}" for kind, row in costs.items() for text in row.warnings]
-    for what, of in (
-        ("torch", lambda row: row.provenance.versions.get("torch", "")),
-        ("driver", lambda row: row.provenance.driver),
+    for what, found in (
+        ("torch", {k: row.provenance.versions.get("torch", "") for k, row in costs.items()}),
+        ("driver", {k: row.provenance.driver for k, row in costs.items()}),
     ):
-        found = {kind: of(row) for kind, row in costs.items()}
         if len(set(found.values())) > 1:
             listed = ", ".join(f"{kind}: {version or 'none'}" for kind, version in found.items())
             warnings.append(f"measured with different versions of {what} ({listed})")
     return tuple(warnings)
 
 
-def _check_kinds(
-    graph: OperatorGraph, costs: Mapping[str, DeviceCosts], cluster: Cluster
-) -> None:
+def _check_kinds(graph: OperatorGraph, costs: Mapping[str, DeviceCosts], cluster: Cluster) -> None:
     if not cluster.kinds:
         raise ParameterError("cluster", "must have at least one kind", cluster.kinds)
     names = [kind.name for kind in cluster.kinds]
@@ -215,7 +213,9 @@ def _bucket_of_operators(
     bucket_of = {name: k for k, bucket in enumerate(buckets) for name in bucket.parameters}
     result: list[int | None] = []
     for parameters in graph.completes:
-        names = [n for i in parameters for n in (graph.parameters[i].name, *graph.parameters[i].aliases)]
+        names = [
+            n for i in parameters for n in (graph.parameters[i].name, *graph.parameters[i].aliases)
+        ]
         found = [bucket_of[name] for name in names if name in bucket_of]
         result.append(min(found, default=None))
     return result

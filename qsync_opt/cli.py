@@ -2,9 +2,9 @@
 
 Exit codes:
     0    a plan was found (evaluate, explain: the plan, or the problem, is feasible)
-    1    infeasible, or no plan was found
+    1    infeasible, or no plan was found; training came to an early end
     2    bad input or usage; nothing was written half-way
-    130  interrupted; a solve prints the best plan found so far first
+    130  interrupted; a solve prints the best plan found so far first, training saves first
     141  the reader of standard output went away
 
 Results go to standard output (with `--json` as one JSON object and nothing else), progress
@@ -19,7 +19,14 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qsync_opt import __version__, commands, cost_commands, model_commands, replay_commands
+from qsync_opt import (
+    __version__,
+    commands,
+    cost_commands,
+    model_commands,
+    replay_commands,
+    train_commands,
+)
 from qsync_opt.commands import (
     EXIT_BAD_INPUT,
     EXIT_INTERRUPTED,
@@ -31,6 +38,7 @@ from qsync_opt.errors import (
     ParameterError,
     QsyncError,
     SolverUnavailableError,
+    TrainError,
 )
 
 if TYPE_CHECKING:
@@ -58,9 +66,16 @@ _OPTION_OF = {
     "relative_gap": "--gap",
     "deadline_s": "--deadline",
     "base_plan": "--base-plan",
+    "batch_size": "--batch-size",
+    "learning_rate": "--learning-rate",
+    "checkpoint_interval": "--checkpoint-interval",
+    "folder": "--output",
+    "timeout_s": "--timeout",
     **{
         name: f"--{name}"
         for name in (
+            "accumulation",
+            "autocast",
             "batches",
             "buckets",
             "costs",
@@ -68,21 +83,27 @@ _OPTION_OF = {
             "devices",
             "draws",
             "graph",
+            "keep",
             "kind",
             "method",
             "methods",
             "operators",
+            "optimizer",
             "plan",
             "plot",
             "precisions",
+            "ranks",
             "seed",
             "set",
+            "shares",
             "slack",
             "slacks",
             "solution",
             "solver",
+            "steps",
             "threads",
             "tightness",
+            "uniform",
         )
     },
 }
@@ -95,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             arguments = _parser().parse_args(argv)
+            arguments.words = sys.argv[1:] if argv is None else list(argv)
             code = int(arguments.run(arguments))
         except SystemExit as stop:  # argparse has written what there is to say
             code = stop.code if isinstance(stop.code, int) else EXIT_BAD_INPUT
@@ -105,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_PIPE_CLOSED
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)
-    except (InfeasibleError, SolverUnavailableError) as error:
+    except (InfeasibleError, SolverUnavailableError, TrainError) as error:
         return _fail(str(error), EXIT_NO_PLAN)
     except ParameterError as error:
         text = str(error)
@@ -255,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an argument of build(); default: as the graph was captured",
+        help="an argument of build(), for example a smaller batch_size; default: as captured",
     )
     sub.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
@@ -301,6 +323,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=COSTS",
         help="costs file of a device kind, for what its host takes to launch; can be repeated",
     )
+
+    sub = command(
+        "train",
+        train_commands.run_train,
+        "train a model with a plan; under torchrun as one rank of a job",
+    )
+    _train_options(sub)
 
     sub = command("compare", commands.run_compare, "several methods side by side")
     sub.add_argument("problem", metavar="PROBLEM", help="problem file")
@@ -387,9 +416,7 @@ def _measure_options(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--device", choices=("cpu", "cuda"), help="default: that of the graph")
     sub.add_argument("--threads", type=int, metavar="N", help="of a CPU; default: torch's")
-    sub.add_argument(
-        "--precisions", metavar="A,B,...", help="default: all that the device has"
-    )
+    sub.add_argument("--precisions", metavar="A,B,...", help="default: all that the device has")
     sub.add_argument("--optimizer", default="adamw", help="adamw (default), adam or sgd")
     sub.add_argument(
         "--ranks",
@@ -416,6 +443,73 @@ def _build_options(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--output", "-o", metavar="PROBLEM", required=True, help="file to write")
     _pace_options(sub)
+
+
+def _train_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help="Python file with build()")
+    for name, text in (
+        ("plan", "plan file; without one the model is trained as it is"),
+        ("problem", "problem file of the plan, for its batch shares"),
+        ("graph", "graph file that the plan was made for"),
+    ):
+        sub.add_argument(f"--{name}", metavar=name.upper(), help=text)
+    ranks = sub.add_mutually_exclusive_group()
+    ranks.add_argument("--kind", metavar="NAME", help="device kind of this rank")
+    ranks.add_argument(
+        "--ranks",
+        metavar="KIND:COUNT[:threads=N][:mps=PERCENT],...",
+        help="start all ranks on this machine",
+    )
+    sub.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an argument of build()"
+    )
+    sub.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    sub.add_argument("--steps", type=int, required=True, metavar="N", help="steps in all")
+    sub.add_argument(
+        "--batch-size", type=int, metavar="N", help="of all ranks; default: build()'s times ranks"
+    )
+    for name, default, text in (
+        ("accumulation", 1, "micro-batches of a step"),
+        ("seed", 0, "seed of the random numbers"),
+        ("checkpoint-interval", 100, "steps between checkpoints; 0: at the end only"),
+        ("keep", 3, "newest checkpoints that are kept"),
+    ):
+        sub.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"{text}; default: {default}"
+        )
+    sub.add_argument("--optimizer", default="adamw", help="adamw (default), adam or sgd")
+    sub.add_argument(
+        "--learning-rate", type=_number, default=1e-3, metavar="X", help="default: %(default)s"
+    )
+    sub.add_argument(
+        "--shares", metavar="KIND=X,...", help="of the batch, for one worker of each kind"
+    )
+    sub.add_argument(
+        "--rounding", choices=("nearest", "stochastic"), default="nearest", help="default: nearest"
+    )
+    rivals = sub.add_mutually_exclusive_group()
+    rivals.add_argument("--uniform", metavar="PRECISION", help="one precision instead of the plan")
+    rivals.add_argument("--autocast", metavar="bf16|fp16", help="torch.autocast, no plan")
+    sub.add_argument(
+        "--emulate", action="store_true", help="run precisions that the device lacks all the same"
+    )
+    sub.add_argument(
+        "--timeout",
+        type=_number,
+        default=600.0,
+        metavar="S",
+        help="how long a rank may keep the others waiting; default: %(default)s",
+    )
+    sub.add_argument(
+        "--output",
+        "-o",
+        metavar="FOLDER",
+        default="train-output",
+        help="checkpoints and metrics; what is there is gone on from; default: %(default)s",
+    )
+    sub.add_argument(
+        "--no-resume", action="store_true", help="refuse a folder that holds checkpoints"
+    )
 
 
 def _pace_options(sub: argparse.ArgumentParser) -> None:

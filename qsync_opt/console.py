@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from qsync_opt.optimize.explanation import Explanation
     from qsync_opt.optimize.problem import AllocationProblem
     from qsync_opt.optimize.result import DeviceResult, Progress, SolveResult
+    from qsync_opt.runtime.trainer import TrainProgress
 
 #: Where the output is no terminal, tables take the width they need up to this.
 _PIPE_WIDTH = 200
@@ -169,6 +170,27 @@ def counting(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
         def report(done: int, total: int) -> None:
             status.update(Text(f"{what}  {done} of {total}"))
+
+        yield report
+
+
+@contextmanager
+def training() -> Iterator[Callable[[TrainProgress], None] | None]:
+    """A callback that keeps a bar of steps on standard error; None without a terminal."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    with Bars(console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=None)
+
+        def report(progress: TrainProgress) -> None:
+            row = progress.metrics
+            waiting = percent(row.wait_s / row.step_s if row.step_s else None)
+            text = f"loss {row.loss:.4g}  {seconds(row.step_s)} a step, {waiting} waiting"
+            bars.update(task, description=text, total=progress.steps, completed=row.step + 1)
 
         yield report
 

@@ -394,7 +394,8 @@ def _own_arrays(costs: Any, where: str) -> None:
         except (TypeError, ValueError):
             value = getattr(costs, name)
             raise CostsError(f"{where}.{name}", "must be a table of numbers", value) from None
-        odd = array[(array < 0) & (array != AS_DTYPE)] if array.size else array
+        least = AS_DTYPE if name == "input_bytes" else 0
+        odd = array[array < least]
         _require(not odd.size, f"{where}.{name}", "must be >= 0", odd[:1].tolist())
         _require(not np.isinf(array).any(), f"{where}.{name}", "must be finite", "inf")
         object.__setattr__(costs, name, freeze(array))

@@ -135,7 +135,7 @@ class DeviceTables:
 
     # Operators
 
-    def _of_signatures(self, table: FloatArray, missing: float) -> FloatArray:
+    def _of_signatures(self, table: FloatArray | IntArray, missing: float) -> FloatArray:
         """A table of signatures as one of operators, in the columns of the problem."""
         rows = [row.signature for row in self._graph.operators]
         result = np.full(self._shape, float(missing))
@@ -186,9 +186,7 @@ class DeviceTables:
             elements = self._graph.parameters[parameter].elements
             uses = self._parameter_uses.get(parameter, 1)
             seconds += (uses - 1) * _known(self._costs.casts.addition(elements, Precision.FP32))
-            if self._workers > 1:
-                seconds += self._costs.casts.copy(elements)
-        return seconds
+        return seconds + self._bucket_copies_s(operator)
 
     @cached_property
     def _parameter_uses(self) -> Mapping[int, int]:
@@ -210,15 +208,16 @@ class DeviceTables:
             return 0.0, 0.0
         column = self._precisions.index(Precision.FP32)
         count = self._shape[0]
-        copies = sum(self._bucket_copy_s(index) for index in range(count))
+        # Measured steps ran without DDP, and paid for no copies into buckets.
+        copies = sum(self._bucket_copies_s(index) for index in range(count))
         spare = (
             step.forward_s - float(np.nansum(forward[:, column])),
             step.backward_s - float(np.nansum(backward[:, column])) + copies,
         )
         return max(0.0, spare[0]) / count, max(0.0, spare[1]) / count
 
-    def _bucket_copy_s(self, operator: int) -> float:
-        """What measured steps, which ran without DDP, did not pay."""
+    def _bucket_copies_s(self, operator: int) -> float:
+        """Copying the gradients that an operator completes into DDP's buckets."""
         if self._workers == 1:
             return 0.0
         return sum(

@@ -134,3 +134,17 @@ class KernelError(QsyncError, RuntimeError):
         self.kernel = kernel
         self.reason = reason
         super().__init__(f"kernel {kernel}: {reason}" + (f". {remedy}" if remedy else ""))
+
+
+class TrainError(QsyncError, RuntimeError):
+    """A training job cannot start or go on; every rank that can say so says the same.
+
+    Args:
+        what: what was found, and on which rank.
+        remedy: what to do next.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what = what
+        self.remedy = remedy
+        super().__init__(f"{what}. {remedy}")

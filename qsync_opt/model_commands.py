@@ -64,9 +64,9 @@ def run_perturb(arguments: argparse.Namespace) -> int:
     from qsync_opt.measure.sensitivity import perturbations
     from qsync_opt.measure.step import to_device
 
-    # By default the model is built as it was for the graph.
-    built = [f"{key}={value}" for key, value in graph.provenance.sizes.items()]
-    sizes = parse_sizes(arguments.set or built)
+    # The model is built as it was for the graph, but for what is given here.
+    built = parse_sizes([f"{key}={value}" for key, value in graph.provenance.sizes.items()])
+    sizes = {**built, **parse_sizes(arguments.set)}
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ParameterError("device", "must be usable here", "cuda", "There is no CUDA device")
     device = torch.device(arguments.device)

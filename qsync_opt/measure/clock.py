@@ -117,7 +117,8 @@ class Clock:
 
     def _sample(self, call: Callable[[], object], calls: int, budget_s: float) -> Timing:
         take = self._on_gpu if self._is_cuda else self._on_cpu
-        times, hosts = [], []
+        times: list[float] = []
+        hosts: list[float] = []
         end = time.perf_counter() + budget_s
         host_s = 0.0
         while len(times) < self.effort.samples or time.perf_counter() < end:

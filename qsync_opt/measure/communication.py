@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor, distributed, nn
+from torch.distributed import FileStore, GradBucket, HashStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.costs import AllReduceCosts, GradientBucket
@@ -41,7 +43,7 @@ def process_group(backend: str = "gloo") -> Iterator[None]:
     if distributed.is_initialized():
         yield
         return
-    store = distributed.HashStore()
+    store = HashStore()
     distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         yield
@@ -56,7 +58,8 @@ def read_buckets(
 
     Args:
         model: not wrapped.
-        batch, loss: see `step`.
+        batch: see `step`.
+        loss: see `step`; None if the model returns it.
         **options: of DistributedDataParallel, for example `bucket_cap_mb`.
     """
     model = copy.deepcopy(model)
@@ -64,13 +67,10 @@ def read_buckets(
     inputs, target = split_batch(batch, loss)
     found: list[GradientBucket] = []
     with process_group():
-        device = next(model.parameters()).device
-        wrapped = DistributedDataParallel(
-            model, device_ids=[device.index] if device.type == "cuda" else None, **options
-        )
+        wrapped = DistributedDataParallel(model, **options)
         recording = [False]
 
-        def hook(state: object, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             if recording[0]:
                 parameters = tuple(names[id(parameter)] for parameter in bucket.parameters())
                 size = bucket.buffer().numel() * bucket.buffer().element_size()
@@ -79,7 +79,7 @@ def read_buckets(
             done.set_result(bucket.buffer())
             return done
 
-        hook.__annotations__ = {"bucket": distributed.GradBucket}  # DDP takes no text for it
+        hook.__annotations__ = {"bucket": GradBucket}  # DDP takes no text for it
         wrapped.register_comm_hook(None, hook)
         for step in range(_STEPS_BEFORE + 1):
             recording[0] = step == _STEPS_BEFORE
@@ -132,7 +132,7 @@ def measure_local_all_reduce(
         device_type: `cpu` for gloo, `cuda` for NCCL with one GPU for each rank.
     """
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(
+        spawn(  # type: ignore[no-untyped-call]
             _local_rank, args=(list(size_bytes), ranks, device_type, folder), nprocs=ranks
         )
         rows = json.loads((Path(folder) / "result.json").read_text())
@@ -144,7 +144,7 @@ def _local_rank(rank: int, sizes: list[int], ranks: int, device_type: str, folde
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
-    store = distributed.FileStore(str(Path(folder) / "store"), ranks)
+    store = FileStore(str(Path(folder) / "store"), ranks)
     backend = "nccl" if device_type == "cuda" else "gloo"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qsync_opt.graph import OperatorGraph, Origin, Role
 from qsync_opt.kernels.rounding import Rounding
 from qsync_opt.measure.calls import decode_arguments, find_function, tensors_in
-from qsync_opt.measure.operands import DTYPES, gradient_like, make_operand
+from qsync_opt.measure.operands import gradient_like, make_operand
 from qsync_opt.precision import Precision
 from qsync_opt.runtime.calls import CallOwner, ModuleCalls
 from qsync_opt.runtime.casts import CastCache, compute_dtype
@@ -146,16 +146,16 @@ class Execution:
         )
         if self.row.module_type in _LAYER_TYPES:
             return _Layer(function, self.signature.kind, args, kwargs, settings)
-        module = _Plain(function, args, kwargs)
-        module.__dict__[STATE] = ModuleCalls(
+        owner: nn.Module = _Plain(function, args, kwargs)
+        owner.__dict__[STATE] = ModuleCalls(
             module="",
             whole=None,
             planned={self.signature.kind: (settings,)},
             fixed=frozenset(),
             session=self._session,
         )
-        module.__class__ = derived_class(CallOwner, _Plain)
-        return module
+        owner.__class__ = derived_class(CallOwner, _Plain)
+        return owner
 
     def _readers(self) -> list[Any]:
         """How the last reader with a backward reads each output."""

@@ -17,15 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from qsync_opt.measure.flows import Replayable
-
-if TYPE_CHECKING:
-    from torch.autograd.graph import GradientEdge
 
 #: The two sizes of the noise, relative to the root mean square of the input.
 _SIZES = (2.0**-7, 2.0**-4)
@@ -40,15 +36,13 @@ class Kink:
 
     Attributes:
         operator: index in the graph.
-        edge: of the input in autograd's graph.
-        like: a tensor of its shape.
+        place: of the input among `Replayable.inputs`.
         size: root mean square of the input.
         slope: added gradient power per standard deviation of noise in the input.
     """
 
     operator: int
-    edge: GradientEdge
-    like: Tensor
+    place: int
     size: float
     slope: float
 
@@ -88,8 +82,7 @@ def find_kinks(replayable: Replayable, generator: torch.Generator) -> list[Kink]
             kinks.append(
                 Kink(
                     operator=replayable.operator,
-                    edge=replayable.edges[place],
-                    like=tap.value,
+                    place=place,
                     size=size,
                     slope=slope,
                 )

@@ -301,9 +301,7 @@ class _Measurement:
                 f" {LARGEST_SPREAD:.0%} ({worst}): the device was busy; measure again alone"
             )
 
-    def _tables(
-        self, found: Mapping[tuple[int, Precision], OperatorMeasurement]
-    ) -> OperatorCosts:
+    def _tables(self, found: Mapping[tuple[int, Precision], OperatorMeasurement]) -> OperatorCosts:
         shape = (len(self._graph.signatures), len(self._precisions))
         tables: dict[str, Any] = {}
         for name in OperatorCosts.__dataclass_fields__:
@@ -437,11 +435,11 @@ def _provenance(graph: OperatorGraph, device: torch.device) -> CostsProvenance:
     driver = ""
     if cuda:
         versions["cuda"] = str(torch.version.cuda)
-        driver = str(torch._C._cuda_getDriverVersion())
+        driver = str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]  # CUDA builds
     share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100") if cuda else "100"
     return CostsProvenance(
         device_type=device.type,
-        device=torch.cuda.get_device_name(device) if cuda else _processor(),
+        device=torch.cuda.get_device_name(device) if cuda else processor_name(),
         threads=0 if cuda else torch.get_num_threads(),
         share=int(float(share)),
         driver=driver,
@@ -451,7 +449,7 @@ def _provenance(graph: OperatorGraph, device: torch.device) -> CostsProvenance:
     )
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """The name of the processor, or its architecture where the system does not tell."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:

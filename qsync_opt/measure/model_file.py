@@ -7,11 +7,12 @@ about it.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,44 @@ def further_batches(
     first = sizes.get("seed", 0)
     if not isinstance(first, int):
         raise ParameterError("seed", "must be a whole number to draw further batches", first)
-    return [load_model(path, {**sizes, "seed": first + n})[1] for n in range(1, count)]
+    try:
+        return [load_model(path, {**sizes, "seed": first + n})[1] for n in range(1, count)]
+    except ParameterError as error:
+        if error.field != "seed":
+            raise
+        rule = "must be 1 for a build() that takes no seed"
+        raise ParameterError("batches", rule, count) from None
+
+
+def load_batches(
+    path: str | os.PathLike[str], sizes: Mapping[str, object] | None = None
+) -> Callable[[int, range], Any] | None:
+    """The function `batches(step, rows, ...)` of a model file; None where it has none.
+
+    It gives the samples `rows` of the global batch of a step. What a sample holds may depend
+    on the step and the sample's number alone.
+
+    Args:
+        path: the file.
+        sizes: arguments of `build` by name; `batches` is given those that it takes as well.
+
+    Raises:
+        CaptureError: no such file, it fails, or `batches` is no function.
+    """
+    file = Path(path)
+    with _beside(file):
+        build = _find_build(file)
+    batches = getattr(sys.modules[build.__module__], "batches", None)
+    if batches is None:
+        return None
+    if not callable(batches):
+        raise CaptureError(
+            f"batches of {file} is a {type(batches).__name__}",
+            "Define batches(step, rows, ...) that returns a batch",
+        )
+    taken = inspect.signature(batches).parameters
+    given = {key: value for key, value in (sizes or {}).items() if key in taken}
+    return functools.partial(batches, **given)
 
 
 def parse_sizes(settings: Sequence[str]) -> dict[str, object]:

@@ -92,9 +92,27 @@ def observe(
         seed: of the model's own random numbers (dropout) and of the probes.
 
     Raises:
-        CaptureError: an operator did not run, the loss or a gradient is not finite, or
-            something in the step cannot be differentiated twice.
+        CaptureError: an operator did not run, the loss or a gradient is not finite, memory ran
+            out, or something in the step cannot be differentiated twice.
     """
+    try:
+        return _observe(model, batch, graph, loss, probes, replays, seed)
+    except torch.OutOfMemoryError as error:
+        raise CaptureError(
+            f"the step ran out of memory: {str(error).splitlines()[0]}",
+            "Give a smaller batch: only the model must be the one of the graph",
+        ) from error
+
+
+def _observe(
+    model: nn.Module,
+    batch: Any,
+    graph: OperatorGraph,
+    loss: Loss | None,
+    probes: int,
+    replays: bool,
+    seed: int,
+) -> Observation:
     inputs, target = split_batch(batch, loss)
     every = list(model.parameters())
     trained = {i: p for i, p in enumerate(every) if p.requires_grad}
@@ -132,18 +150,9 @@ def observe(
         kinks = [k for r in taps.replayables.values() for k in find_kinks(r, generator)]
         taps.passes.now = Pass.SPREAD
         if kinks:
-            for _ in range(probes):
-                weights = [
-                    _signs(kink.like, generator) * (kink.slope / math.sqrt(kink.like.numel()))
-                    for kink in kinks
-                ]
-                torch.autograd.grad(
-                    [kink.edge for kink in kinks],
-                    wanted,
-                    weights,
-                    retain_graph=True,
-                    allow_unused=True,
-                )
+            _spread(taps, kinks, wanted, probes, generator)
+        for replayable in taps.replayables.values():
+            replayable.edges.clear()  # or the graph would live as long as the observation
         for tap in observed:
             if tap.spread_power is not None:
                 tap.spread_power /= probes
@@ -156,6 +165,21 @@ def observe(
         kinks=kinks,
         loss_scale=_loss_scale(taps.products.values()),
     )
+
+
+def _spread(
+    taps: Taps, kinks: list[Kink], wanted: list[Tensor], probes: int, generator: torch.Generator
+) -> None:
+    """The passes back from the kinks, with weights c = slope / sqrt(elements)."""
+    owners = [taps.replayables[kink.operator] for kink in kinks]
+    edges = [owner.edges[kink.place] for owner, kink in zip(owners, kinks, strict=True)]
+    values = [owner.inputs[kink.place].value for owner, kink in zip(owners, kinks, strict=True)]
+    for _ in range(probes):
+        weights = [
+            _signs(value, generator) * (kink.slope / math.sqrt(value.numel()))
+            for value, kink in zip(values, kinks, strict=True)
+        ]
+        torch.autograd.grad(edges, wanted, weights, retain_graph=True, allow_unused=True)
 
 
 def require_finite(loss: Tensor, gradients: Iterable[Tensor]) -> None:

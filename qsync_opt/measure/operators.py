@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -51,13 +52,11 @@ class OperatorMeasurement:
     def from_list(values: list[float]) -> OperatorMeasurement:
         """The inverse of `to_list`."""
         casts = len(HANDED_ON)
-        return OperatorMeasurement(
-            **dict(zip(_TIMES, values, strict=False)),
-            input_cast_s=tuple(
-                math.nan if v < 0 else v for v in values[len(_TIMES) : len(_TIMES) + casts]
-            ),
-            **{n: int(v) for n, v in zip(_SIZES, values[len(_TIMES) + casts :], strict=True)},
-        )
+        row: dict[str, Any] = dict(zip(_TIMES, values, strict=False))
+        times = values[len(_TIMES) : len(_TIMES) + casts]
+        row["input_cast_s"] = tuple(math.nan if value < 0 else value for value in times)
+        row |= dict(zip(_SIZES, map(int, values[len(_TIMES) + casts :]), strict=True))
+        return OperatorMeasurement(**row)
 
 
 _TIMES = tuple(f.name for f in fields(OperatorMeasurement) if f.type == "float")
@@ -73,9 +72,7 @@ class OperatorMeter:
         dtypes: what tensors are handed on in on this device.
     """
 
-    def __init__(
-        self, graph: OperatorGraph, clock: Clock, dtypes: tuple[Precision, ...]
-    ) -> None:
+    def __init__(self, graph: OperatorGraph, clock: Clock, dtypes: tuple[Precision, ...]) -> None:
         self._graph, self._clock, self._dtypes = graph, clock, dtypes
         self._patient = Clock(
             clock.device, replace(clock.effort, samples=50, most_calls=100), clock.timer
@@ -171,9 +168,7 @@ class OperatorMeter:
         device = self._clock.device
         for source in self._dtypes:
             cache = RecordingCache()
-            Execution(
-                self._graph, operator, precision, device, DTYPES[source], cache
-            ).forward()
+            Execution(self._graph, operator, precision, device, DTYPES[source], cache).forward()
             if cache.requests:
                 return True
         return False
@@ -214,7 +209,9 @@ class OperatorMeter:
             for row in self._graph.saved
             if row.tensor is not None and operator in row.savers and row.follows_precision
         )
-        return sum(row.bytes_at(precision.storage) for row in rows if operator not in row.kept_output)
+        return sum(
+            row.bytes_at(precision.storage) for row in rows if operator not in row.kept_output
+        )
 
 
 def _bytes_of(results: object) -> int:

@@ -102,11 +102,12 @@ def perturbations(
 
     Args:
         model: that the graph was captured from, in the mode it is trained in.
-        batch: as in `capture`.
+        batch: as in `capture`; a smaller one than the graph's will do where memory is short,
+            and its gradient is then noisier.
         graph: of the model.
         precisions: columns of the table.
         method: one of `METHODS`.
-        batches: further batches of the same shapes; the table is the mean over all.
+        batches: further batches; the table is the mean over all.
         loss: as in `capture`.
         draws: probe vectors (`variance`: 2, `hessian`: 8), or draws of stochastic rounding
             (`measured`: 4); None for these numbers.
@@ -132,6 +133,7 @@ def perturbations(
         raise ParameterError("draws", "must be at least 1", draws)
     start = time.perf_counter()
     device = device_of(model, batch)
+    _require_same_parameters(model, graph)
     number = _draws(method, draws, rounding)
     every = [batch, *batches]
     if method == "random":
@@ -166,6 +168,7 @@ def perturbations(
                     )
                     with torch.no_grad():
                         table = indicator.fill(observation, graph, columns, rounding)
+                    del observation  # two of them would not fit where one just does
                     if told is not None:
                         told(1, 1)
                 tables.append(table)
@@ -193,6 +196,18 @@ def perturbations(
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         ),
     )
+
+
+def _require_same_parameters(model: nn.Module, graph: OperatorGraph) -> None:
+    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = {parameter.name: parameter.shape for parameter in graph.parameters}
+    if found == expected:
+        return
+    name = next(name for name in [*found, *expected] if found.get(name) != expected.get(name))
+    rule = f"must be {list(expected[name])} as in the graph" if name in expected else "is not known"
+    value = list(found[name]) if name in found else None
+    remedy = "Give the model that the graph was captured from, of the same sizes"
+    raise ParameterError(f"parameter {name}", rule, value, remedy)
 
 
 def _draws(method: str, draws: int | None, rounding: Rounding) -> int:

@@ -1,15 +1,17 @@
 """Listening at the operators of a captured graph while its model runs again.
 
 A mode for torch functions sees every call, as in `recorder`, and tells by module, function and
-shapes which operator of the graph it is. Tensors that an operator reads or makes are led
-through a *tap*, which keeps what flows through it: the values on the way forward, their
-gradients on the way back and, in further passes, how some function depends on either.
-Operators without a choice of precision are kept so that they can be run again by themselves.
+kinds of operands which operator of the graph it is; the sizes of a batch may be other ones.
+Tensors that an operator reads or makes are led through a *tap*, which keeps what flows through
+it: the values on the way forward, their gradients on the way back and, in further passes, how
+some function depends on either. Operators without a choice of precision are kept so that they
+can be run again by themselves.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -63,11 +65,11 @@ class Taps:
         self._waiting: dict[tuple[Any, ...], deque[int]] = {}
         for index, operator in enumerate(graph.operators):
             signature = graph.signature_of(index)
-            operands = tuple((operand.shape, operand.dtype) for operand in signature.operands)
+            operands = tuple((len(o.shape), o.dtype) for o in signature.operands)
             key = (operator.module, signature.function, operands)
             self._waiting.setdefault(key, deque()).append(index)
-        storages = [tensor.storage for tensor in graph.tensors]
-        self._overwritten = {s for s in storages if storages.count(s) > 1}
+        storages = Counter(tensor.storage for tensor in graph.tensors)
+        self._overwritten = {storage for storage, states in storages.items() if states > 1}
         self._scopes = [""]
 
     @contextmanager
@@ -89,7 +91,7 @@ class Taps:
         if missed:
             raise CaptureError(
                 f"operator {self._graph.operators[min(missed)].name} of the graph did not run",
-                "Give the model and a batch of the shapes that the graph was captured with",
+                "Give the model that the graph was captured from, and a batch of that kind",
             )
 
     @contextmanager
@@ -124,7 +126,7 @@ class Taps:
                 return inner(*args, **kwargs)
         given = tensors_in((args, kwargs))
         operands = tuple(
-            (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in given
+            (tensor.dim(), str(tensor.dtype).removeprefix("torch.")) for tensor in given
         )
         waiting = self._waiting.get((self._scopes[-1], name, operands))
         if not waiting:
@@ -149,14 +151,11 @@ class Taps:
             through[number] = apply(_ValueTap, self._differentiable(given[number]), tap)
             taps.append(tap)
 
-        def run(changed: dict[int, Tensor]) -> Any:
-            numbers = iter(range(len(given)))
-            new_args, new_kwargs = replace_tensors(
-                (args, kwargs), lambda x: changed.get(next(numbers), x)
-            )
-            return function(*new_args, **new_kwargs)
-
-        product = Product(operator=index, layout=layout, operands=taps, run=run)
+        run = _caller(function, args, kwargs)
+        plain = replace_tensors((args, kwargs), lambda x: x.detach())
+        product = Product(
+            operator=index, layout=layout, operands=taps, run=_caller(function, *plain)
+        )
         self.products[index] = product
         weight = next((n for n, part in layout.parts.items() if part is Part.WEIGHT), None)
         if self._two_weights and weight is not None and layout.form in (Form.LINEAR, Form.CONV2D):
@@ -254,6 +253,21 @@ class Taps:
         tensor = self._graph.tensors[self._graph.operators[index].inputs[number]]
         overwritten = tensor.storage in self._overwritten or tensor.origin is Origin.BUFFER
         return x.detach().clone() if overwritten else x.detach()
+
+
+def _caller(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[dict[int, Tensor]], Any]:
+    """The call with other tensors, by number, in place of its own."""
+
+    def run(changed: dict[int, Tensor]) -> Any:
+        numbers = itertools.count()
+        new_args, new_kwargs = replace_tensors(
+            (args, kwargs), lambda x: changed.get(next(numbers), x)
+        )
+        return function(*new_args, **new_kwargs)
+
+    return run
 
 
 class _CallMode(TorchFunctionMode):

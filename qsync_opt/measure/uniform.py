@@ -70,7 +70,8 @@ def run_loss(model: nn.Module, inputs: Any, target: Any, loss: Loss | None) -> t
 
     Args:
         model: converted or not.
-        inputs, target: see `step.split_batch`.
+        inputs: see `step.split_batch`.
+        target: see there.
         loss: None if the model returns it.
     """
     output = call_model(model, inputs)
@@ -129,11 +130,13 @@ def measure_step(
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-    rows = []
+    rows: list[tuple[float, float, float]] = []
     end = time.perf_counter() + least_s
     while len(rows) < _STEPS or (time.perf_counter() < end and len(rows) < _MOST_STEPS):
         rows.append(step())
-    forward_s, backward_s, host_s = (statistics.median(column) for column in zip(*rows, strict=True))
+    forward_s, backward_s, host_s = (
+        statistics.median(column) for column in zip(*rows, strict=True)
+    )
     peak = reserved = -1
     if is_cuda:
         peak = torch.cuda.max_memory_allocated(device) - before

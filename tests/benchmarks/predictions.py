@@ -12,11 +12,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import platform
 import random
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +28,26 @@ import torch
 
 from qsync_opt.build import build_problem
 from qsync_opt.costs import Cluster, ClusterKind, DeviceCosts
-from qsync_opt.files import write_atomically
+from qsync_opt.files import save_costs, save_graph, write_atomically
 from qsync_opt.graph import OperatorGraph
 from qsync_opt.measure.calls import tensors_in
 from qsync_opt.measure.capture import capture
-from qsync_opt.measure.clock import Clock, spread_of
-from qsync_opt.measure.measuring import MeasureProgress, TrainedModel, measure
+from qsync_opt.measure.clock import Clock, Effort, spread_of
+from qsync_opt.measure.measuring import (
+    MeasureProgress,
+    TrainedModel,
+    measure,
+    processor_name,
+)
 from qsync_opt.measure.memory import saved_storages
 from qsync_opt.measure.model_file import load_model, parse_sizes
 from qsync_opt.measure.step import split_batch, to_device
-from qsync_opt.measure.uniform import converted, run_loss, step_of, uniform_plan
+from qsync_opt.measure.uniform import Step, converted, run_loss, step_of, uniform_plan
 from qsync_opt.optimize.evaluate import DeviceEvaluation, evaluate_device, follower_columns
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.perturbation import PerturbationProvenance, PerturbationTable
 from qsync_opt.precision import Precision
 from qsync_opt.runtime.availability import available_precisions, supported_precisions
-from tests.benchmarks.tables import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MODELS = ("models/small_cnn.py", "models/small_gpt.py")
@@ -50,6 +57,9 @@ KIND = "device"
 #: The goals: share by which a prediction may be off.
 TIME_GOAL = {"cpu": 0.08, "cuda": 0.03}
 MEMORY_GOAL = 0.02
+
+#: Turns of a plan and of fp32, which shows whether the machine has become slower since.
+_TURNS = 4
 
 Plan = Mapping[str, Precision]
 
@@ -62,12 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1, help="of a CPU; default: %(default)s")
     parser.add_argument("--plans", type=int, default=MIXED_PLANS, help="random mixed plans")
     parser.add_argument("--seconds", type=float, default=2.0, help="of steps for each plan")
+    parser.add_argument("--budget", type=float, default=0.04, help="seconds for each timing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--cpu-time",
         action="store_true",
         help="count the thread's own time: for one thread on a machine that is not alone",
     )
+    parser.add_argument("--keep", action="store_true", help="keep graphs and costs as well")
     parser.add_argument("--name", default="predictions", help="of the files")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     options = parser.parse_args(argv)
@@ -75,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data: dict[str, Any] = {
         "format": "qsync-opt/benchmark",
         "version": 1,
-        "machine": describe_machine(),
+        "machine": _machine(options.device),
         "device": options.device,
         "threads": options.threads,
         "timer": "thread" if options.cpu_time else "wall",
@@ -91,6 +103,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _machine(device: str) -> dict[str, str]:
+    row: dict[str, str] = {
+        "cpu": processor_name(),
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+    if device == "cuda":
+        row |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    return row
+
+
 def _one_model(text: str, options: argparse.Namespace) -> dict[str, Any]:
     path, _, settings = text.partition(":")
     sizes = parse_sizes([part for part in settings.split(",") if part])
@@ -98,13 +123,21 @@ def _one_model(text: str, options: argparse.Namespace) -> dict[str, Any]:
     model, batch, loss = load_model(path, sizes)
     trained = TrainedModel(model=model.to(device), batch=to_device(batch, device), loss=loss)
     graph = capture(trained.model, trained.batch, loss, source=path, sizes=sizes)
-    clock = Clock(device, timer=time.thread_time if options.cpu_time else time.perf_counter)
+    clock = Clock(
+        device,
+        Effort(budget_s=options.budget),
+        time.thread_time if options.cpu_time else time.perf_counter,
+    )
     begin = time.perf_counter()
     costs = measure(graph, trained=trained, device=device, clock=clock, progress=_show)
     elapsed_s = time.perf_counter() - begin
+    if options.keep:
+        stem = f"{options.name}-{Path(path).stem}"
+        save_graph(graph, options.output / f"{stem}.graph.json.gz")
+        save_costs(costs, options.output / f"{stem}.costs.json.gz")
     problem = single_problem(graph, costs)
     plans = dict(all_plans(graph, costs, options.plans, options.seed))
-    rows = measure_plans(graph, trained, problem, plans, clock, options.seconds)
+    rows = measure_plans(graph, trained, problem, costs, plans, clock, options.seconds)
     return {
         "model": path,
         "sizes": {key: str(value) for key, value in sizes.items()},
@@ -115,6 +148,9 @@ def _one_model(text: str, options: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
         "worst": {
             "time": max((abs(row["time_ratio"] - 1) for row in rows), default=0.0),
+            "time_without_drift": max(
+                (abs(row["time_ratio"] * row["drift"] - 1) for row in rows), default=0.0
+            ),
             "memory": max((abs(row["memory_ratio"] - 1) for row in rows), default=0.0),
         },
     }
@@ -178,6 +214,7 @@ def measure_plans(
     graph: OperatorGraph,
     trained: TrainedModel,
     problem: AllocationProblem,
+    costs: DeviceCosts,
     plans: Mapping[str, Plan],
     clock: Clock,
     seconds: float,
@@ -186,10 +223,12 @@ def measure_plans(
     rows = []
     step = step_of(trained.model, trained.batch, trained.loss, clock)
     kind = problem.devices[0]
+    reference = uniform_plan(graph, Precision.FP32, frozenset({Precision.FP32}))
+    before = costs.step_of[Precision.FP32]
     for name, plan in plans.items():
         told = predict(graph, problem, plan)
+        times, reference_s = _alternate(graph, trained, plan, reference, step, seconds)
         with converted(trained.model, graph, plan):
-            times = _times(step, seconds)
             memory = _memory(trained, clock.device)
         forward_s, backward_s, host_s = (
             statistics.median(column) for column in zip(*times, strict=True)
@@ -208,6 +247,7 @@ def measure_plans(
             "predicted_backward_s": told.backward_s + told.cast_backward_s,
             "casts_s": told.cast_forward_s + told.cast_backward_s,
             "time_ratio": told_s / (forward_s + backward_s),
+            "drift": reference_s / (before.forward_s + before.backward_s),
             "memory_bytes": memory,
             "predicted_memory_bytes": told_bytes,
             "memory_ratio": told_bytes / memory,
@@ -217,18 +257,38 @@ def measure_plans(
             f"{name:12s} {1e3 * (forward_s + backward_s):9.3f} ms"
             f"  forward {row['predicted_forward_s'] / forward_s:.3f}"
             f"  backward {row['predicted_backward_s'] / backward_s:.3f}"
-            f"  step {row['time_ratio']:.3f} (spread {row['spread']:.2f})"
+            f"  step {row['time_ratio']:.3f} x drift {row['drift']:.3f}"
+            f" = {row['time_ratio'] * row['drift']:.3f} (spread {row['spread']:.2f})"
             f"  memory {memory:,} {row['memory_ratio']:.4f}\n"
         )
     return rows
 
 
-def _times(step: Any, seconds: float) -> list[tuple[float, float, float]]:
-    for _ in range(3):
+def _alternate(
+    graph: OperatorGraph,
+    trained: TrainedModel,
+    plan: Plan,
+    reference: Plan,
+    step: Step,
+    seconds: float,
+) -> tuple[list[tuple[float, float, float]], float]:
+    """Steps of a plan, and the median seconds of fp32 steps run in between."""
+    rows: list[tuple[float, float, float]] = []
+    references = []
+    for _ in range(_TURNS):
+        with converted(trained.model, graph, plan):
+            rows += _times(step, seconds / 2 / _TURNS)
+        with converted(trained.model, graph, reference):
+            references += _times(step, seconds / 2 / _TURNS)
+    return rows, statistics.median(forward + backward for forward, backward, _ in references)
+
+
+def _times(step: Step, seconds: float) -> list[tuple[float, float, float]]:
+    for _ in range(2):
         step()
-    rows = []
+    rows: list[tuple[float, float, float]] = []
     end = time.perf_counter() + seconds
-    while len(rows) < 5 or time.perf_counter() < end:
+    while len(rows) < 3 or time.perf_counter() < end:
         rows.append(step())
     return rows
 
@@ -283,12 +343,13 @@ def to_markdown(data: Mapping[str, Any]) -> str:
             f"## {model['model']} {sizes}".rstrip(),
             "",
             f"{model['operators']} operators, {model['signatures']} different, measured in"
-            f" {model['measured_in_s']:.0f} s. Worst: time {model['worst']['time']:.1%}, memory"
+            f" {model['measured_in_s']:.0f} s. Worst: time {model['worst']['time']:.1%} (with the"
+            f" drift of the machine taken out {model['worst']['time_without_drift']:.1%}), memory"
             f" {model['worst']['memory']:.1%}.",
             "",
-            "| plan | measured ms | predicted ms | ratio | forward | backward | spread |"
-            " memory MiB | predicted MiB | ratio |",
-            "|---|---|---|---|---|---|---|---|---|---|",
+            "| plan | measured ms | predicted ms | ratio | drift | ratio x drift | forward |"
+            " backward | spread | memory MiB | predicted MiB | ratio |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         for row in model["rows"]:
             measured = row["forward_s"] + row["backward_s"]
@@ -297,6 +358,8 @@ def to_markdown(data: Mapping[str, Any]) -> str:
                 f"{1e3 * measured:.3f}",
                 f"{1e3 * measured * row['time_ratio']:.3f}",
                 f"{row['time_ratio']:.3f}",
+                f"{row['drift']:.3f}",
+                f"{row['time_ratio'] * row['drift']:.3f}",
                 f"{row['predicted_forward_s'] / row['forward_s']:.3f}",
                 f"{row['predicted_backward_s'] / row['backward_s']:.3f}",
                 f"{row['spread']:.2f}",

@@ -22,7 +22,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = ("int8", "e4m3", "e5m2")
 GRANULARITIES = ("tensor", "row", "column")
 
-#: One element, fewer than a vector, odd, one past a tile, many rows, rows past the registers.
+#: One element, fewer than a vector, odd, one past a tile, many rows, rows past the registers,
+#: and many rows that a warp takes alone.
 SHAPES = (
     (1, 1),
     (1, 8),
@@ -36,6 +37,8 @@ SHAPES = (
     (1000, 24),
     (5, 40_000),
     (2, 33_001),
+    (1025, 1544),
+    (1024, 4096),
 )
 EMPTY = ((0, 8), (8, 0), (0, 0))
 

@@ -44,6 +44,10 @@ LAYERS = (
     ("runtime.targets",),
     ("runtime.assignment",),
     ("runtime.convert",),
+    # ranks, and what they keep
+    ("runtime.distributed", "runtime.interruption", "runtime.checkpoints", "runtime.metrics"),
+    ("runtime.agreement", "runtime.scaling", "runtime.state", "runtime.launch"),
+    ("runtime.parameters",),
     # what a model does, and what that takes
     ("measure.calls", "measure.step", "measure.clock", "measure.notebook"),
     ("measure.model_file", "measure.probe", "measure.operands"),
@@ -55,6 +59,10 @@ LAYERS = (
     ("measure.capture", "measure.indicators", "measure.variance", "measure.execution"),
     ("measure.operators", "measure.ground_truth", "measure.uniform"),
     ("measure.measuring", "measure.sensitivity"),
+    # training
+    ("runtime.batches",),
+    ("runtime.steps",),
+    ("runtime.trainer",),
     ("device_tables",),
     ("build",),
     # what a plan costs, and what is asked and answered
@@ -93,7 +101,7 @@ LAYERS = (
     ("report", "console"),
     ("commands",),
     ("model_commands", "replay_commands"),
-    ("cost_commands",),
+    ("cost_commands", "train_commands"),
     ("cli",),
 )
 LEVEL = {f"{ROOT}.{name}": level for level, names in enumerate(LAYERS) for name in names}
@@ -112,7 +120,7 @@ HOMES = {
     "ortools": ("optimize",),
     "pulp": ("optimize",),
     "scipy": ("optimize", "measure"),
-    "torch": ("measure", "kernels", "runtime", "model_commands", "cost_commands"),
+    "torch": ("measure", "kernels", "runtime", "model_commands", "cost_commands", "train_commands"),
     "matplotlib": ("report",),
     "rich": ("console",),
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -280,13 +282,60 @@ def test_a_step_that_cannot_be_differentiated_twice_is_refused() -> None:
         observe(model, batch, graph, loss=squares, probes=1)
 
 
-def test_a_graph_of_another_batch_is_refused() -> None:
+def test_a_batch_may_be_smaller_than_that_of_the_graph() -> None:
     model, batch, graph = curved()
-    with pytest.raises(CaptureError, match="did not run"):
-        observe(model, (batch[0][:2], batch[1][:2]), graph, loss=squares)
+    observation = observe(model, (batch[0][:2], batch[1][:2]), graph, loss=squares)
+    assert sorted(observation.products) == list(graph.adjustable)
+    assert observation.products[0].operands[0].value.shape == (2, 3)
+
+
+def test_a_model_that_skips_an_operator_is_refused() -> None:
+    model, batch, graph = curved()
+
+    class Skipping(Curved):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x)[:, :2]  # type: ignore[no-any-return]
+
+    with pytest.raises(CaptureError, match="second of the graph did not run"):
+        observe(Skipping(), batch, graph, loss=squares)
+
+
+def test_running_out_of_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, graph = curved()
+
+    def fail(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+
+    monkeypatch.setattr(model, "forward", fail)
+    with pytest.raises(CaptureError, match="smaller batch"):
+        observe(model, batch, graph, loss=squares)
 
 
 def test_a_loss_that_is_not_finite_is_refused() -> None:
     model, batch, graph = curved()
     with pytest.raises(CaptureError, match="loss is inf"):
         observe(model, (batch[0], batch[1] * math.inf), graph, loss=squares)
+
+
+def test_an_observation_does_not_keep_the_graph_of_the_step() -> None:
+    nodes: list[weakref.ref[Any]] = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            nodes.append(weakref.ref(ctx))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * 2
+
+    def bend(x: Tensor) -> Tensor:
+        function: Any = Noted
+        out: Tensor = function.apply(nn.functional.relu(x))
+        return out
+
+    observation = observe_bent(bend)
+    gc.collect()
+    assert observation.products
+    assert nodes[-1]() is None

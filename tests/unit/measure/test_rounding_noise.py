@@ -57,7 +57,7 @@ def test_stochastic_variance_is_that_of_the_draws(precision: Precision, part: Pa
     x = random_tensor(16, 24, seed=1)
     weight = random_tensor(16, 24, seed=2).square()
     total = torch.zeros((), dtype=torch.float64)
-    draws = 400
+    draws = 150
     for step in range(draws):
         key = RandomKey(seed=3, step=step, tensor=int(part is Part.WEIGHT))
         if precision is Precision.INT8:
@@ -67,13 +67,13 @@ def test_stochastic_variance_is_that_of_the_draws(precision: Precision, part: Pa
         error = reference.dequantize(codes, scale, torch.float32) - x
         total += (error.square() * weight).sum(dtype=torch.float64)
     predicted = value_noise(LINEAR, part, precision, x, weight, Rounding.STOCHASTIC)
-    assert float(total) / draws == pytest.approx(predicted, rel=0.02)
+    assert float(total) / draws == pytest.approx(predicted, rel=0.04)
 
 
 def test_stochastic_gradients_of_fp8_are_e5m2() -> None:
     x = random_tensor(8, 40, seed=4)
     errors = []
-    for step in range(400):
+    for step in range(150):
         codes, scale = reference.quantize_fp8(
             x, "e5m2", "tensor", Rounding.STOCHASTIC, RandomKey(step=step)
         )
@@ -86,7 +86,7 @@ def test_stochastic_gradients_of_fp8_are_e5m2() -> None:
         torch.ones_like(x),
         rounding=Rounding.STOCHASTIC,
     )
-    assert float(torch.stack(errors).mean()) == pytest.approx(predicted, rel=0.02)
+    assert float(torch.stack(errors).mean()) == pytest.approx(predicted, rel=0.04)
 
 
 def test_stochastic_rounding_doubles_the_power_of_nearest_rounding() -> None:

@@ -13,7 +13,7 @@ from scipy.stats import kendalltau
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qsync_opt.errors import CaptureError, ParameterError
+from qsync_opt.errors import ParameterError
 from qsync_opt.graph import OperatorGraph, Role
 from qsync_opt.kernels.rounding import Rounding
 from qsync_opt.measure.capture import capture
@@ -296,6 +296,67 @@ def test_variance_ranks_and_sizes_as_measured(name: str) -> None:
     assert abs(np.median(ratios)) < np.log(1.5)
 
 
+class Products(nn.Module):
+    """Products of activations, and parameters that no layer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.softmax(self.query(x) @ x.transpose(1, 2) / 3, -1)
+        y = torch.addmm(self.bias, (scores @ x).flatten(0, 1), self.weight)
+        return torch.einsum("bk,kj->bj", y, self.weight)
+
+
+class InPlace(nn.Module):
+    """Rectifiers that overwrite what layers made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.first = nn.Linear(8 * 64, 32)
+        self.last = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.max_pool2d(functional.relu(self.conv(x), inplace=True), 2)
+        x = self.first(x.flatten(1))
+        x.relu_()
+        return self.last(functional.dropout(x, 0.2))  # type: ignore[no-any-return]
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, activation="gelu", batch_first=True)
+    return nn.Sequential(layer, nn.Linear(16, 4))
+
+
+STRUCTURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "products": (Products, (4, 8, 8), (32, 8)),
+    "in_place": (InPlace, (256, 3, 16, 16), (256, 10)),
+    "encoder": (encoder, (4, 8, 16), (4, 8, 4)),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_variance_sees_every_kind_of_operator(name: str) -> None:
+    make, inputs, targets = STRUCTURES[name]
+    torch.manual_seed(4)
+    model, batch = make(), (torch.randn(inputs), torch.randn(targets))
+    graph = capture(model, batch, functional.mse_loss, least_coverage=0.0)
+    case = model, batch, functional.mse_loss, graph
+    precisions = (Precision.BF16, Precision.FP8, Precision.INT8)
+    rows = list(graph.adjustable)
+    predicted = table_of(case, "variance", precisions=precisions, draws=8)[rows]
+    truth = table_of(case, "measured", precisions=precisions)[rows]
+    known = np.isfinite(truth)
+    np.testing.assert_array_equal(known, np.isfinite(predicted))
+    ratios = np.log2(predicted[known] / truth[known])
+    assert abs(np.median(ratios)) < 0.6
+    assert np.abs(ratios).max() < 2.5
+
+
 def test_bad_options_are_refused(case: Built) -> None:
     model, batch, loss, graph = case
     with pytest.raises(ParameterError, match="method"):
@@ -310,8 +371,12 @@ def test_bad_options_are_refused(case: Built) -> None:
 
 def test_a_graph_of_another_model_is_refused(case: Built) -> None:
     model, batch = nn.Sequential(nn.Linear(6, 2)), (torch.randn(3, 6), torch.zeros(3, 2))
-    with pytest.raises(CaptureError, match="did not run"):
+    with pytest.raises(ParameterError, match="parameter 0.weight"):
         perturbations(model, batch, case[3], loss=functional.mse_loss)
+    graph = capture(model, batch, functional.mse_loss, least_coverage=0.0)
+    wider = nn.Sequential(nn.Linear(6, 4))
+    with pytest.raises(ParameterError, match=r"must be \[2, 6\] as in the graph"):
+        perturbations(wider, batch, graph, loss=functional.mse_loss)
 
 
 def test_progress_is_told(case: Built) -> None:

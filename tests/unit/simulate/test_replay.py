@@ -14,6 +14,7 @@ from qsync_opt.optimize.generate import generate_problem
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.optimize.solve import solve
 from qsync_opt.plan import PrecisionPlan
+from qsync_opt.precision import Precision
 from qsync_opt.simulate.memory import memory_timeline
 from qsync_opt.simulate.replay import replay
 from qsync_opt.simulate.tasks import HostCosts, Tasks, Work, device_tasks
@@ -202,7 +203,7 @@ def test_memory_is_what_lives(seed: int) -> None:
         shown = memory_timeline(problem, device, column)
         for point in range(2 * count):
             operator = point if point < count else 2 * count - 1 - point
-            want = {}
+            want: dict[Precision, int] = {}
             for tensor in range(len(device.saved)):
                 savers = device.saved.savers_of(tensor).tolist()
                 if min(savers) <= operator:
