@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         try:
-            arguments = _parser().parse_args(argv)
+            arguments = parser().parse_args(argv)
             arguments.words = sys.argv[1:] if argv is None else list(argv)
             code = int(arguments.run(arguments))
         except SystemExit as stop:  # argparse has written what there is to say
@@ -208,16 +208,17 @@ def _methods(text: str) -> tuple[str, ...]:
     return words
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    whole = _Parser(
         prog="qsync-opt",
         description="Choose a precision for every operator of a network on every device kind.",
         epilog="Exit codes: 0 plan found, 1 infeasible or no plan found, 2 bad input or usage,"
         " 130 interrupted.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"qsync-opt {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    whole.add_argument("--version", action="version", version=f"qsync-opt {__version__}")
+    subparsers = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
         sub = subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -401,7 +402,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _slacks_option(sub)
     _solver_options(sub)
-    return parser
+    return whole
 
 
 def _measure_options(sub: argparse.ArgumentParser) -> None:

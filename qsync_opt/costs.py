@@ -233,8 +233,9 @@ class StepCosts:
         forward_s, backward_s: medians; the loss counts as forward.
         spread: distance of the quartiles over the median, of the whole.
         host_s: until the host had launched everything; equals the whole on a CPU.
-        peak_bytes: largest allocation over what was there before the step, -1 on a CPU.
-        reserved_bytes: what the allocator held at most, -1 on a CPU.
+        peak_bytes: largest allocation over what was there before the step, parameters'
+            gradients among it; 0 on a CPU.
+        unused_bytes: what the allocator held at most without handing it out; 0 on a CPU.
     """
 
     precision: Precision
@@ -243,7 +244,7 @@ class StepCosts:
     spread: float
     host_s: float
     peak_bytes: int
-    reserved_bytes: int
+    unused_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

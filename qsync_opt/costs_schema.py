@@ -89,8 +89,8 @@ class StepPart(Part, kw_only=True):
     backward_s: float
     spread: float
     host_s: float
-    peak_bytes: int
-    reserved_bytes: int
+    peak_bytes: Whole
+    unused_bytes: Whole
 
 
 class UnavailablePart(Part, kw_only=True):

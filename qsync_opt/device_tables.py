@@ -324,7 +324,7 @@ class DeviceTables:
 
     def _unused_bytes(self) -> int:
         """What the allocator holds without handing it out; it counts against the device."""
-        return max((step.reserved_bytes for step in self._costs.steps), default=0)
+        return max((step.unused_bytes for step in self._costs.steps), default=0)
 
     def _rounded(self, size: int) -> int:
         unit = self._costs.memory.rounding_bytes
@@ -345,6 +345,11 @@ class DeviceTables:
         )
 
     def _kept_tensors(self, storages: Sequence[Precision]) -> Iterator[tuple[list[int], list[int]]]:
+        """Rows of captured tensors: savers, and bytes by storage dtype.
+
+        A storage is counted whole. Who reads a part of it and casts that part keeps less than
+        is counted here.
+        """
         for saved in self._graph.saved:
             if saved.tensor is None:
                 continue

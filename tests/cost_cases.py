@@ -51,6 +51,10 @@ def made_up_costs(
     casts[~shared] = np.nan
     casts[~has] = np.nan
     casts[..., HANDED_ON.index(Precision.FP16)] = np.nan
+    for column, precision in enumerate(PRECISIONS):
+        if precision in HANDED_ON:  # arrives as it is read
+            own = casts[:, column, HANDED_ON.index(precision)]
+            own[~np.isnan(own)] = 0.0
     elements = sorted(
         {int(np.prod(tensor.shape, dtype=np.int64)) for tensor in graph.tensors} | {1}
     )
@@ -64,8 +68,8 @@ def made_up_costs(
             backward_s=2.0,
             spread=0.01,
             host_s=3.0,
-            peak_bytes=-1,
-            reserved_bytes=0,
+            peak_bytes=0,
+            unused_bytes=0,
         )
         for p in PRECISIONS
     ]

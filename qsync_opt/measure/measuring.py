@@ -346,8 +346,12 @@ class _Measurement:
         if self._trained is None:
             return ()
         self._tell("buckets")
-        trained = self._trained
-        return read_buckets(trained.model, trained.batch, trained.loss)
+        trained, graph = self._trained, self._graph
+        used = {graph.parameters[index].name for index in graph.gradient_order}
+        unused = any(row.requires_grad and row.name not in used for row in graph.parameters)
+        return read_buckets(
+            trained.model, trained.batch, trained.loss, find_unused_parameters=unused
+        )
 
     def _steps(self) -> tuple[StepCosts, ...]:
         if self._trained is None:

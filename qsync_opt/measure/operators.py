@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from qsync_opt.costs import AS_DTYPE
-from qsync_opt.graph import OperatorGraph
+from qsync_opt.graph import OperatorGraph, Origin
 from qsync_opt.measure.calls import tensors_in
 from qsync_opt.measure.clock import Clock, Timing
 from qsync_opt.measure.execution import Execution, RecordingCache, handed
@@ -183,7 +183,12 @@ class OperatorMeter:
         made = addresses(tensors_in(outputs))
         copies = sum(size for key, size in saved.items() if key in casts - given)
         own = sum(size for key, size in saved.items() if key not in given | casts | made)
-        own = max(0, own - self._expected_copies(operator, precision, given & saved.keys(), casts))
+        known, unknown = self._known_to_graph(operator, execution)
+        own += sum(saved[key] for key in unknown & saved.keys())
+        if not casts and not known & saved.keys():  # the graph counts copies that are others here
+            own = max(0, own - self._expected_copies(operator, precision))
+        if not known:  # the graph counts no copy of an input for this operator
+            own, copies = own + copies, 0
         del outputs
         backward_peak = 0
         if execution.prepare_backward():
@@ -198,12 +203,26 @@ class OperatorMeter:
             "backward_transient_bytes": backward_peak,
         }
 
-    def _expected_copies(
-        self, operator: int, precision: Precision, kept: set[int], casts: set[int]
-    ) -> int:
-        """Bytes that the graph's saved inputs account for, where they were quantised inside."""
-        if kept or casts or precision.output is precision.storage:
-            return 0
+    def _known_to_graph(self, operator: int, execution: Execution) -> tuple[set[int], set[int]]:
+        """Addresses of activations that the operator keeps according to the graph, and others.
+
+        A layer keeps its input as it gets it; where the captured call kept a contiguous copy
+        instead, the graph knows the copy only.
+        """
+        graph = self._graph
+        kept = [row.tensor for row in graph.saved if operator in row.savers]
+        storages = {graph.tensors[tensor].storage for tensor in kept if tensor is not None}
+        known: set[int] = set()
+        unknown: set[int] = set()
+        inputs = graph.operators[operator].inputs
+        for tensor, operand in zip(inputs, execution.operands, strict=True):
+            row = graph.tensors[tensor]
+            if row.origin in (Origin.OPERATOR, Origin.BATCH):
+                (known if row.storage in storages else unknown).update(addresses([operand]))
+        return known, unknown - known
+
+    def _expected_copies(self, operator: int, precision: Precision) -> int:
+        """Bytes that the graph's saved inputs account for."""
         rows = (
             row
             for row in self._graph.saved

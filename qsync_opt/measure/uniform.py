@@ -124,6 +124,8 @@ def measure_step(
         least_s: go on at least so long.
     """
     is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.empty_cache()  # what others left behind is not this step's
     for _ in range(_WARM_UP):
         step()
     if is_cuda:
@@ -137,10 +139,10 @@ def measure_step(
     forward_s, backward_s, host_s = (
         statistics.median(column) for column in zip(*rows, strict=True)
     )
-    peak = reserved = -1
+    peak = unused = 0
     if is_cuda:
-        peak = torch.cuda.max_memory_allocated(device) - before
-        reserved = torch.cuda.max_memory_reserved(device)
+        most = torch.cuda.max_memory_allocated(device)
+        peak, unused = most - before, torch.cuda.max_memory_reserved(device) - most
     return StepCosts(
         precision=precision,
         forward_s=forward_s,
@@ -148,7 +150,7 @@ def measure_step(
         spread=spread_of([forward + backward for forward, backward, _ in rows]),
         host_s=host_s,
         peak_bytes=peak,
-        reserved_bytes=reserved,
+        unused_bytes=unused,
     )
 
 

@@ -102,6 +102,13 @@ def unpack(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opti
         ) from error
 
 
+def seed_all(seed: int) -> None:
+    """Seed every random number generator of this process with a number of 64 bits."""
+    torch.manual_seed(seed >> 1)  # torch takes signed ones
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def random_state(device: torch.device) -> bytes:
     """Every random number generator of this process: torch, its GPU, Python and NumPy."""
     version, words, gauss = random.getstate()

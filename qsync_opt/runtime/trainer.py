@@ -230,7 +230,7 @@ class _Job:
         self._scale = (
             LossScale(ranks, parameters.loss_scale, parameters.growth_interval) if scaled else None
         )
-        torch.manual_seed(mix64(mix64(parameters.seed) + ranks.rank) >> 1)
+        state.seed_all(mix64(mix64(parameters.seed) + ranks.rank))
         self._model = model
         self._optimizer = parameters.make_optimizer(model)
         self._stepper = Stepper(

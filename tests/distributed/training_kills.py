@@ -9,6 +9,7 @@ computes, so that starting them takes no time.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -165,6 +166,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # stochastic rounding loads it; once is enough
     with tempfile.TemporaryDirectory() as folder:
         sys.stdout.write(json.dumps(run(options.kills, options.seed, Path(folder))) + "\n")
 

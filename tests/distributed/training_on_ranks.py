@@ -63,7 +63,8 @@ def require_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 def gradient_of_unequal_shares(accumulation: int, rank: int, folder: Path) -> None:
     """A step of SGD at rate 1 shows the gradient: it is that of the whole batch."""
     whole = small_model()
-    functional.cross_entropy(whole(data()[0]), data()[1]).backward()
+    loss = functional.cross_entropy(whole(data()[0]), data()[1])
+    loss.backward()  # type: ignore[no-untyped-call]
     model = small_model()
     before = weights(model)
     parameters = TrainParameters(
@@ -73,9 +74,7 @@ def gradient_of_unequal_shares(accumulation: int, rank: int, folder: Path) -> No
         optimizer=lambda trained: torch.optim.SGD(trained, lr=1.0),
         shares={"strong": 0.7, "weak": 0.3},
     )
-    result = train(
-        model, data(), functional.cross_entropy, parameters=parameters, kind=KINDS[rank]
-    )
+    result = train(model, data(), functional.cross_entropy, parameters=parameters, kind=KINDS[rank])
     assert result.metrics[0].samples == (14, 6)[rank]
     for name, parameter in whole.named_parameters():
         gradient = before[name] - model.state_dict()[name]
@@ -179,12 +178,9 @@ def disagreement(rank: int, folder: Path) -> None:
     assert "parameters weight" in refusal(rank, conv)
     text = refusal(rank, small_model(), parameters=TrainParameters(steps=2 + rank, batch_size=9))
     assert "options steps is 3 there and 2 on rank 0" in text
-    original = torch.__version__
-    try:
-        torch.__version__ = ("2.11.0+cu130", "2.13.0+cpu")[rank]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", ("2.11.0+cu130", "2.13.0+cpu")[rank])
         text = refusal(rank, small_model())
-    finally:
-        torch.__version__ = original
     assert "torch is 2.13.0 there and 2.11.0 on rank 0" in text
     assert "Install the same version" in text
 
@@ -200,7 +196,9 @@ def failure_on_one_rank(rank: int, folder: Path) -> None:
             plan=plan_of(Precision.FP8),
             kind=KINDS[rank],
         )
-    assert ("fp8" in str(caught.value)) and (rank or "rank 1 (weak)" in str(caught.value))
+    assert "fp8" in str(caught.value)
+    if rank == 0:
+        assert "rank 1 (weak) cannot start" in str(caught.value)
 
 
 def overflow(rank: int, folder: Path) -> None:
@@ -325,7 +323,7 @@ def main() -> None:
         try:
             part(rank, folder / name.replace(" ", "-"))
             found[name] = ""
-        except BaseException:
+        except BaseException:  # noqa: BLE001  # the test shows it
             found[name] = traceback.format_exc()
             break  # the other rank may wait for this one
     sys.stdout.write(json.dumps(found))

@@ -58,6 +58,26 @@ def test_the_commands_run(
         assert capsys.readouterr().err == ""
 
 
+def test_the_commands_from_a_model_to_a_plan_fit_together() -> None:
+    (block,) = blocks("sh")
+    lines = block.replace("\\\n", " ").splitlines()
+    made: set[str] = set()
+    names = []
+    for line in lines:
+        program, *arguments = shlex.split(line)
+        assert program == "qsync-opt"
+        options = vars(cli.parser().parse_args(arguments))
+        names.append(options["command"])
+        wanted = [options.get(key) for key in ("graph", "perturbation", "all_reduce", "problem")]
+        wanted += [options["plan"]] if options["command"] == "replay" else []
+        wanted += [kind.split("=")[1] for kind in options.get("kind") or ()]
+        assert {name for name in wanted if name} <= made, line
+        made |= {options[key] for key in ("output", "trace") if options.get(key)}
+        if model := options.get("model"):
+            assert (ROOT / model).is_file()
+    assert names == ["capture", "perturb", "measure", "measure", "build", "solve", "replay"]
+
+
 def test_the_exit_codes_are_those_of_the_code() -> None:
     from qsync_opt import commands
 

@@ -25,7 +25,9 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(4, 6, 3)
+        weight = self.conv.weight.detach().contiguous(memory_format=torch.channels_last)
+        self.conv.weight = nn.Parameter(weight)
         self.norm = nn.BatchNorm2d(6)
         self.first = nn.Linear(6, 6, bias=False)
         self.second = nn.Linear(6, 6, bias=False)

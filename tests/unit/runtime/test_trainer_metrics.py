@@ -1,4 +1,4 @@
-"""Metrics files: every line parses, a killed rank's last one is left out, a restart repeats none."""
+"""Metrics files: lines parse, a half one at the end is left out, a restart repeats none."""
 
 from __future__ import annotations
 
