@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 # Before any test module: HiGHS inside MathOpt can crash when PuLP or highspy was loaded
@@ -13,6 +14,9 @@ from hypothesis import HealthCheck, settings
 from qsync_opt.files import save_problem
 from qsync_opt.optimize.generate import generate_problem
 from qsync_opt.optimize.problem import AllocationProblem
+
+# A shell may start what it runs in the background with Ctrl-C ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run, and no limit on their time: a slow machine is no failure.
 settings.register_profile(
