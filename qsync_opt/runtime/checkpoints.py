@@ -70,7 +70,7 @@ class CheckpointFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.iterdir():
                 if _TEMPORARY.fullmatch(path.name):
-                    path.unlink()
+                    path.unlink(missing_ok=True)  # another rank may be as quick
         except OSError as error:
             raise self._unwritable(error) from error
 

@@ -58,22 +58,22 @@ class Ranks:
         rows = self._gather(padded)
         return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
 
-    def broadcast_bytes(self, message: bytes) -> bytes:
-        """The message of rank 0 on every rank; what other ranks give is not looked at."""
+    def broadcast_bytes(self, message: bytes, source: int = 0) -> bytes:
+        """The message of one rank on every rank; what the others give is not looked at."""
         if self.control is None:
             return message
-        length = torch.tensor([len(message) if self.rank == 0 else 0])
-        distributed.broadcast(length, 0, group=self.control)
+        length = torch.tensor([len(message) if self.rank == source else 0])
+        distributed.broadcast(length, source, group=self.control)
         content = torch.zeros(int(length), dtype=torch.uint8)
-        if self.rank == 0 and message:
+        if self.rank == source and message:
             content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        distributed.broadcast(content, 0, group=self.control)
+        distributed.broadcast(content, source, group=self.control)
         return content.numpy().tobytes()
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Fill a CPU tensor with what rank 0 has in it."""
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill a CPU tensor with what one rank has in it."""
         if self.control is not None:
-            distributed.broadcast(tensor, 0, group=self.control)
+            distributed.broadcast(tensor, source, group=self.control)
 
     def start_max(self, level: int) -> Pending:
         """Begin to ask for the highest level of all ranks; meanwhile the rank can compute."""
@@ -90,17 +90,19 @@ class Ranks:
         return bool(self.start_max(int(flag)).result())
 
     def share_failure(self, failure: QsyncError | None) -> None:
-        """Raise on every rank what went wrong on rank 0, if anything did.
+        """Raise on every rank what went wrong on any of them, if anything did.
 
         Raises:
-            QsyncError: `failure`, on rank 0.
+            QsyncError: `failure`, on the rank that has it.
             TrainError: with the same words, on the others.
         """
-        text = self.broadcast_bytes(b"" if failure is None else str(failure).encode()).decode()
-        if failure is not None and self.rank == 0:
+        told = self.gather_bytes(b"" if failure is None else str(failure).encode())
+        if failure is not None:
             raise failure
-        if text:
-            raise TrainError(f"rank 0 cannot go on: {text.rstrip('.')}", "See rank 0")
+        for rank, text in enumerate(told):
+            if text:
+                words = text.decode().rstrip(".")
+                raise TrainError(f"rank {rank} cannot go on: {words}", f"See rank {rank}")
 
     def missing(self, word: str) -> list[int]:
         """The ranks that do not answer a roll call; empty where that cannot be told.

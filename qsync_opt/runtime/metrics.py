@@ -12,7 +12,7 @@ import math
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,9 @@ class StepMetrics:
     skipped: bool
 
 
+_NAMES = tuple(field.name for field in fields(StepMetrics))
+
+
 class MetricsFile:
     """Appends the steps of one rank to its file in a folder.
 
@@ -73,7 +76,7 @@ class MetricsFile:
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step."""
-        self._stream.write(_line(asdict(metrics)))
+        self._stream.write(_line({name: getattr(metrics, name) for name in _NAMES}))
 
     def close(self) -> None:
         """Close the file."""
@@ -133,7 +136,6 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
         row = json.loads(line)
     except ValueError as error:
         raise FormatError(where, "must be a line of JSON", line.decode(errors="replace")) from error
-    names = {field.name for field in fields(StepMetrics)}
-    if not isinstance(row, dict) or set(row) != names:
-        raise FormatError(where, f"must have the fields {', '.join(sorted(names))}", row)
+    if not isinstance(row, dict) or set(row) != set(_NAMES):
+        raise FormatError(where, f"must have the fields {', '.join(_NAMES)}", row)
     return {**row, "loss": float("nan") if row["loss"] is None else row["loss"]}

@@ -141,15 +141,17 @@ def random_of(checkpoint: Checkpoint, rank: int) -> bytes | None:
     return None if tensor is None else tensor.numpy().tobytes()
 
 
-def broadcast(checkpoint: Checkpoint | None, ranks: Ranks) -> Checkpoint | None:
-    """The checkpoint of rank 0 on every rank, so that only rank 0 must reach the files."""
+def broadcast(
+    checkpoint: Checkpoint | None, ranks: Ranks, source: int = 0
+) -> Checkpoint | None:
+    """The checkpoint of one rank on every rank, so that only one must reach the file."""
     head: Any = None
     if checkpoint is not None:
         rows = [
             [n, str(t.dtype).split(".")[1], list(t.shape)] for n, t in checkpoint.tensors.items()
         ]
         head = {"step": checkpoint.step, "facts": dict(checkpoint.facts), "tensors": rows}
-    head = json.loads(ranks.broadcast_bytes(json.dumps(head).encode()))
+    head = json.loads(ranks.broadcast_bytes(json.dumps(head).encode(), source))
     if head is None or checkpoint is not None:
         tensors = {} if checkpoint is None else dict(checkpoint.tensors)
     else:
@@ -159,7 +161,7 @@ def broadcast(checkpoint: Checkpoint | None, ranks: Ranks) -> Checkpoint | None:
         }
     for tensor in tensors.values():
         if tensor.numel():
-            ranks.broadcast(tensor.reshape(-1).view(torch.uint8))
+            ranks.broadcast(tensor.reshape(-1).view(torch.uint8), source)
     if head is None:
         return None
     return Checkpoint(step=head["step"], facts=head["facts"], tensors=tensors)

@@ -144,7 +144,9 @@ class Stepper:
         for number, part in enumerate(self._parts):
             with self._without_reduction(number < len(self._parts) - 1):
                 loss = self._run(step, number, part)
-            share = loss.detach().float() * (len(part.rows) / self._samples)
+            share = loss.detach().float()
+            if len(self._parts) > 1:
+                share = share * (len(part.rows) / self._samples)
             total = share if total is None else total + share
         reduced = self._mark()
         scale = 1.0 if self._scale is None else self._scale.scale

@@ -132,8 +132,8 @@ def train(
         except QsyncError as error:
             failure = error
         try:
-            job.start(model, batch, loss, problem, batches, failure)
-            with Interruption() as interruption:
+            with job.naming_lost_ranks(), Interruption() as interruption:
+                job.start(model, batch, loss, problem, batches, failure)
                 return job.run(interruption)
         finally:
             job.close(model)
@@ -156,6 +156,7 @@ class _Job:
         self._plan = plan
         self._report = report
         self._kinds = [kind] * ranks.world
+        self._done = 0  # steps that all ranks have taken
         self._batch_size = parameters.batch_size or 0
         self._is_converted = False
         self._multiplies_fp16 = parameters.autocast is Precision.FP16
@@ -263,20 +264,28 @@ class _Job:
     def _resume(self, folder: CheckpointFolder) -> int:
         """Restore the newest checkpoint, if there is one; the step to begin with."""
         ranks, parameters = self._ranks, self._parameters
-        found: Checkpoint | None = None
+        newest = -1
         failure: QsyncError | None = None
         try:
             folder.prepare()
-            steps = folder.steps() if ranks.rank == 0 else []
-            if steps and not parameters.resume:
+            newest = max(folder.steps(), default=-1)
+            if newest >= 0 and not parameters.resume:
                 rule = "must hold no checkpoints unless they are to be used"
                 raise ParameterError("folder", rule, str(folder.folder), "Give another one")
-            if steps:
-                found = folder.load(steps[-1])
         except QsyncError as error:
             failure = error
         ranks.share_failure(failure)
-        found = state.broadcast(found, ranks)
+        # Hosts need not share the folder, and a launcher may number them anew at a restart.
+        all_newest = [int(raw) for raw in ranks.gather_bytes(str(newest).encode())]
+        source = all_newest.index(max(all_newest))
+        found: Checkpoint | None = None
+        try:
+            if ranks.rank == source and newest >= 0:
+                found = folder.load(newest)
+        except QsyncError as error:
+            failure = error
+        ranks.share_failure(failure)
+        found = state.broadcast(found, ranks, source)
         if found is None:
             return 0
         plan = plan_sha256(self._plan)
@@ -302,33 +311,33 @@ class _Job:
         assert stepper is not None  # `start` made it
         is_late = ranks.device.type == "cuda"  # reading a number at once would stop the launching
         pending: tuple[Taken, float] | None = None
-        done = self._first
+        done = self._done = self._first
         stopped = False
-        with self._naming_lost_ranks(lambda: done):
-            before = time.perf_counter()
-            while done < parameters.steps and not stopped:
-                level = _STOP if interruption.requested else _GO_ON
-                asked = ranks.start_max(level if self._bad_step is None else _DIVERGED)
-                taken = stepper.take(done)
-                now = time.perf_counter()
+        before = time.perf_counter()
+        while done < parameters.steps and not stopped:
+            level = _STOP if interruption.requested else _GO_ON
+            asked = ranks.start_max(level if self._bad_step is None else _DIVERGED)
+            taken = stepper.take(done)
+            now = time.perf_counter()
+            if pending is not None:
+                self._finish(*pending)
+            pending, before = (taken, now - before), now
+            if not is_late:
+                self._finish(*pending)
+                pending = None
+            highest = asked.result()
+            if highest == _DIVERGED:
+                self._raise_diverged()
+            done += 1
+            self._done = done
+            stopped = highest == _STOP
+            interval = parameters.checkpoint_interval
+            if stopped or done == parameters.steps or (interval and done % interval == 0):
                 if pending is not None:
                     self._finish(*pending)
-                pending, before = (taken, now - before), now
-                if not is_late:
-                    self._finish(*pending)
                     pending = None
-                highest = asked.result()
-                if highest == _DIVERGED:
-                    self._raise_diverged()
-                done += 1
-                stopped = highest == _STOP
-                interval = parameters.checkpoint_interval
-                if stopped or done == parameters.steps or (interval and done % interval == 0):
-                    if pending is not None:
-                        self._finish(*pending)
-                        pending = None
-                    self._save(done)
-                    before = time.perf_counter()
+                self._save(done)
+                before = time.perf_counter()
         finished = done >= parameters.steps
         return TrainResult(
             status=TrainStatus.FINISHED if finished else TrainStatus.INTERRUPTED,
@@ -399,19 +408,19 @@ class _Job:
         )
 
     @contextmanager
-    def _naming_lost_ranks(self, steps: Callable[[], int]) -> Iterator[None]:
+    def naming_lost_ranks(self) -> Iterator[None]:
         """Turn the failure of a collective into the name of the rank that is gone."""
         try:
             yield
         except RuntimeError as error:
             if isinstance(error, QsyncError) or not _is_of_the_network(error):
                 raise
-            done = steps()
-            lost = self._ranks.missing(f"roll call after {done}")
+            lost = self._ranks.missing(f"roll call after {self._done}")
             name = names_of(lost, self._kinds) if lost else "a rank"
+            last = f"the last step that all ranks took is step {self._done - 1}"
             kept = "from the start" if self._saved is None else f"from step {self._saved}"
             raise TrainError(
-                f"{name} is gone; the last step that all ranks took is step {done - 1}"
+                f"{name} is gone; {last if self._done else 'no step was taken'}"
                 f" ({first_line(error)})",
                 f"Start the job again: it goes on {kept}",
             ) from error

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import qsync_opt
+from qsync_opt.measure.measuring import measure
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "public_names.txt"
 UPDATE = "if this is meant, run: python -m tests.unit.test_public_names"
@@ -57,7 +58,19 @@ def test_the_names_for_type_checkers_are_the_names_at_run_time() -> None:
     block = source[source.index("if TYPE_CHECKING:") : source.index("__version__ =")]
     typed = [line.split()[1::2] for line in block.splitlines() if "import" in line]
     home = {pair[1].split()[0]: pair[0] for pair in typed}
-    assert home == {name: getattr(qsync_opt, name).__module__ for name in qsync_opt.__all__}
+    found = {name: getattr(qsync_opt, name) for name in qsync_opt.__all__}
+    found["measure"] = measure  # the package of that name is called in its place
+    assert home == {name: value.__module__ for name, value in found.items()}
+
+
+def test_the_package_is_called_like_the_function_of_its_name() -> None:
+    import qsync_opt.measure as package
+
+    called: object = package
+    assert callable(called)
+    assert inspect.signature(called) == inspect.signature(measure)
+    with pytest.raises(TypeError, match="measure"):
+        qsync_opt.measure()  # type: ignore[call-arg]  # what is missing is measure's to say
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
