@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from qsync_opt.runtime.convert import convert as convert
     from qsync_opt.runtime.convert import revert as revert
     from qsync_opt.runtime.convert import set_step as set_step
+    from qsync_opt.runtime.parameters import TrainParameters as TrainParameters
+    from qsync_opt.runtime.trainer import train as train
     from qsync_opt.simulate.replay import Replay as Replay
     from qsync_opt.simulate.replay import replay as replay
     from qsync_opt.simulate.tasks import HostCosts as HostCosts
@@ -121,6 +123,8 @@ _PUBLIC = {
     "qsync_opt.precision": ("Precision",),
     "qsync_opt.runtime.availability": ("available_precisions",),
     "qsync_opt.runtime.convert": ("convert", "revert", "set_step"),
+    "qsync_opt.runtime.parameters": ("TrainParameters",),
+    "qsync_opt.runtime.trainer": ("train",),
     "qsync_opt.simulate.replay": ("Replay", "replay"),
     "qsync_opt.simulate.tasks": ("HostCosts",),
 }

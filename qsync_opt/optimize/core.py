@@ -27,13 +27,13 @@ from qsync_opt.optimize.lagrangian import Lagrangian
 from qsync_opt.optimize.linear import LazyNames, LinearProgram, ProgramBuilder
 
 #: Items of the largest program that is built; beyond it the edge-flow form is smaller.
-_MOST_ITEMS = 12_000
+_MOST_ITEMS = 40_000
 
 #: Items compared with each other at once.
 _BLOCK = 64
 
 #: Entries of the largest table of items by rows.
-_MOST_CELLS = 20_000_000
+_MOST_CELLS = 60_000_000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -44,7 +44,10 @@ from qsync_opt.optimize.result import SolveStatus, relative_gap
 
 #: Open choices in the cores that look for better plans, and in one that a proof is left to.
 _SMALL_CORES = (60, 240)
-_LARGE_CORE = 2_500
+_LARGE_CORE = 6_000
+
+#: Open choices from which on a core that does not end soon is branched on instead.
+_WIDE_CORE = 1_000
 
 #: Exchanges that are made before a plan is evaluated; one at a time once they meet. With fewer
 #: variables than this the cores hold as many of the choices, and find as much sooner.
@@ -390,10 +393,14 @@ class KindSolver:
             return self._propose(flow_program(self._incumbent, domain), target)
         core, column_of, prices = found
         if self._deadline_s is not None:
-            bound, complete = self._search(core, column_of, prices, target, _MERGED_WIDTHS)
+            wide = self._statistics["open"] > _WIDE_CORE and not whole
+            widths = _MERGED_WIDTHS[:1] if wide else _MERGED_WIDTHS
+            bound, complete = self._search(core, column_of, prices, target, widths)
             self._count("core_s", time.perf_counter() - began)
             if complete or self._out_of_time():
                 return bound
+            if wide:
+                return None  # where choices are many, one that is fixed lifts the bound at less
         return self._propose(core_program(core, column_of), target)
 
     def _climb_from(self, lagrangian: Lagrangian, parent: Climb, closed: FloatArray) -> Climb:

@@ -141,9 +141,7 @@ def random_of(checkpoint: Checkpoint, rank: int) -> bytes | None:
     return None if tensor is None else tensor.numpy().tobytes()
 
 
-def broadcast(
-    checkpoint: Checkpoint | None, ranks: Ranks, source: int = 0
-) -> Checkpoint | None:
+def broadcast(checkpoint: Checkpoint | None, ranks: Ranks, source: int = 0) -> Checkpoint | None:
     """The checkpoint of one rank on every rank, so that only one must reach the file."""
     head: Any = None
     if checkpoint is not None:

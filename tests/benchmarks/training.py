@@ -210,7 +210,7 @@ def run_kills(count: int) -> dict[str, Any]:
         "most_steps_lost": max(row["lost"] for row in found["kills"]),
         "checkpoint_interval": found["interval"],
         "named": sum(f"rank {row['victim']} " in row["said"] for row in found["kills"]),
-        "broken_files": 0,  # a broken one ends the run with an error
+        "files_read": sum(row["files"] for row in found["kills"]),  # a broken one ends the run
         "same_weights": all(found["same"].values()),
     }
 
@@ -236,8 +236,8 @@ def to_markdown(data: dict[str, Any]) -> str:
             "",
             f"{kills['kills']} kills of a random rank at a random moment, a checkpoint every"
             f" {kills['checkpoint_interval']} steps: at most {kills['most_steps_lost']} steps lost,"
-            f" {kills['broken_files']} broken files, {kills['named']} times the survivor named the"
-            " rank; final weights"
+            f" {kills['files_read']} files read and whole, {kills['named']} times the survivor"
+            " named the rank; final weights"
             f" {'equal' if kills['same_weights'] else 'DIFFERENT FROM'} those of an undisturbed"
             " job.",
         ]

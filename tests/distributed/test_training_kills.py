@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_killed_ranks_cost_no_more_than_the_steps_since_the_checkpoint() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.distributed.training_kills", "--kills", "3"],

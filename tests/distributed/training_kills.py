@@ -134,6 +134,7 @@ def one_kill(folder: Path, word: str, draw: random.Random) -> dict[str, Any]:
     taken = min(rows[-1].step for rows in read_metrics(folder).values()) + 1
     return {
         "victim": victim,
+        "files": len(steps),
         "codes": codes,
         "said": said,
         "steps": taken,
