@@ -145,9 +145,8 @@ def _measured(path: Path, names: set[str]) -> dict[str, float]:
             spans[name].append((begin, begin + float(event.get("dur", 0.0))))
     if not spans:
         rule = "must have events named like operators of the problem"
-        raise FormatError(
-            where, rule, f"{len(complete)} events", "Record it with `qsync-opt train`"
-        )
+        remedy = "Name what an operator runs with torch.profiler.record_function"
+        raise FormatError(where, rule, f"{len(complete)} events", remedy)
     return {name: _covered(rows) / _US / max(steps, 1) for name, rows in spans.items()}
 
 
