@@ -38,7 +38,7 @@ bench: $(INSTALLED)
 	@$(BIN)/python -m tests.benchmarks
 
 cuda:
-	@$(MAKE) -C cuda check
+	@$(MAKE) -C cuda -j$$(nproc 2>/dev/null || echo 2) check
 
 clean:
 	rm -rf $(VENV) build dist demo-output *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
