@@ -94,7 +94,7 @@ class _Processes:
             if isinstance(reply, str):
                 kind.load(reply)
             elif isinstance(reply, WorkerFailure) and reply.died:
-                kind.trouble = f"{self._solver} ended its process: {reply}"
+                kind.trouble, kind.died = f"{self._solver} ended its process: {reply}", True
             elif isinstance(reply, WorkerFailure):
                 raise reply
         return interrupted

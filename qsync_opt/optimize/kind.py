@@ -89,6 +89,7 @@ class KindJob:
         solution: the plan asked for; None before it was looked for.
         solve_s: seconds spent.
         trouble: what went wrong with the back end, if anything did.
+        died: whether the back end ended the process that asked it.
         uniform: name of the precision that the solution runs everywhere, if it does.
         report: takes progress.
     """
@@ -111,6 +112,7 @@ class KindJob:
         self.solution: KindSolution | None = None
         self.solve_s = 0.0
         self.trouble: str | None = None
+        self.died = False
         self.uniform: str | None = None
         self.report: Callable[[Progress], None] | None = parameters.progress
         self._solver: KindSolver | None = None
@@ -282,8 +284,8 @@ class KindJob:
             SolverUnavailableError: no fastest plan, and no back end to find it.
         """
         problem, device, limits = self._problem, self.device, self._limits
-        # A back end that has failed is not asked again: the next time it may end this process.
-        if self.fastest is None and not limits.interrupter.stopped and self.trouble is None:
+        # A back end that has ended one process is not asked again: the next would be this one.
+        if self.fastest is None and not limits.interrupter.stopped and not self.died:
             self._find_fastest()
         # Recovery from the fastest plan may end worse than a uniform plan: give the better.
         found = [self._best_uniform(deadline_s)]
