@@ -59,7 +59,7 @@ _FEW = 60
 
 #: Labels of the knapsack search in such cores, one beam after another.
 _WIDTH = 100
-_MERGED_WIDTHS = (500, 4_000)
+_MERGED_WIDTHS = (500, 1_000)
 
 #: Nodes of the branching on large operators before all is left to the back end.
 _MOST_BRANCHINGS = 60
@@ -399,6 +399,8 @@ class KindSolver:
             self._count("core_s", time.perf_counter() - began)
             if complete or self._out_of_time():
                 return bound
+            if self._target() < target:  # a better plan leaves fewer choices open: look again
+                return self._settle(lagrangian, point, least, whole)
             if wide:
                 return None  # where choices are many, one that is fixed lifts the bound at less
         return self._propose(core_program(core, column_of), target)
