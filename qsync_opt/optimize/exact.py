@@ -280,7 +280,6 @@ class KindSolver:
                 high = middle
                 if low == 1.0:
                     return
-        return
 
     def _polish(self) -> None:
         found = self._incumbent

@@ -30,7 +30,7 @@ import numpy as np
 
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
 from qsync_opt.optimize.exchange import exchange
-from qsync_opt.optimize.labels import Bundle, Labels, MergedLabels
+from qsync_opt.optimize.labels import Bundle, Labels, MergedLabels, by_cell
 from qsync_opt.optimize.relaxation import Relaxation, relax
 
 #: Temperature of the likelihood that the order goes by, as a fraction of the room to prune.
@@ -274,10 +274,7 @@ class KnapsackSearch:
                     return min(pruned, float(labels.bound.min())), bundle
                 labels.extend(items, depth, self._capacity + slack - bundle.least_use[depth])
                 self._labels += len(labels)
-                wanted = labels.bound < self._cutoff
-                if not wanted.all():
-                    pruned = min(pruned, float(labels.bound[~wanted].min()))
-                    labels.keep(wanted)
+                pruned = min(pruned, self._prune(labels))
                 if not len(labels):
                     return pruned, bundle
                 if len(labels) > width:
@@ -294,8 +291,7 @@ class KnapsackSearch:
             # A label that stands for itself alone is a solution, looked at just now, or none.
             left = ~labels.alone & (labels.bound < self._cutoff)
             unsure = float(labels.bound[left].min(initial=np.inf))
-            known_cost = self._cost if self._best is not None else np.inf
-            return min(pruned, unsure, known_cost), bundle
+            return min(pruned, unsure, self._cost), bundle
 
         return run
 
@@ -309,9 +305,7 @@ class KnapsackSearch:
         room = min(self._cutoff - least, float(labels.bound.max()) - least)
         priced = prices > 0
         cell = np.floor(labels.use[:, priced] * (prices[priced] / max(room * _CELL, 1e-300)))
-        order = np.lexsort([labels.bound, *cell.T])
-        ranked = cell[order]
-        first = np.append(True, (ranked[1:] != ranked[:-1]).any(axis=1))
+        order, first = by_cell(cell, labels.bound)
         place = np.arange(count) - np.maximum.accumulate(np.where(first, np.arange(count), 0))
         rank = np.empty(count, dtype=np.int64)
         rank[order] = np.where(place < _PER_CELL, 0, 1)
@@ -320,7 +314,7 @@ class KnapsackSearch:
         chosen[best] = True
         return chosen
 
-    def _prune(self, labels: Labels) -> float:
+    def _prune(self, labels: Labels | MergedLabels) -> float:
         """Drop the labels that hold nothing wanted; the least bound of those."""
         wanted = labels.bound < self._cutoff
         if wanted.all():

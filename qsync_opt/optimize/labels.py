@@ -75,6 +75,21 @@ def weighed(rows: FloatArray, weights: FloatArray) -> FloatArray:
     return result
 
 
+def by_cell(cell: FloatArray | IntArray, bound: FloatArray) -> tuple[IntArray, BoolArray]:
+    """Labels cell by cell, the least bound of a cell first.
+
+    Args:
+        cell: of every label, [n, rows].
+        bound: of every label, [n].
+
+    Returns:
+        The order, and whether a new cell begins at each place of it, [n] each.
+    """
+    order = np.lexsort([bound, *cell.T])
+    ranked = cell[order]
+    return order, np.append(True, (ranked[1:] != ranked[:-1]).any(axis=1))
+
+
 @dataclass(eq=False)
 class Labels:
     """The labels of one depth, and where each came from at every depth before.
@@ -183,9 +198,7 @@ class MergedLabels:
         place = real.use[:, rows] * (prices / side)
         while True:
             cell = np.floor(place).astype(np.int64)
-            order = np.lexsort([real.bound, *cell.T])
-            ranked = cell[order]
-            new = np.append(True, (ranked[1:] != ranked[:-1]).any(axis=1))
+            order, new = by_cell(cell, real.bound)
             if new.sum() <= width or not len(rows):
                 break
             place *= 0.5

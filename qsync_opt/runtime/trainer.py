@@ -133,8 +133,8 @@ def train(
             failure = error
         try:
             with job.naming_lost_ranks(), Interruption() as interruption:
-                job.start(model, batch, loss, problem, batches, failure)
-                return job.run(interruption)
+                stepper = job.start(model, batch, loss, problem, batches, failure)
+                return job.run(stepper, interruption)
         finally:
             job.close(model)
 
@@ -212,7 +212,7 @@ class _Job:
         problem: AllocationProblem | None,
         batches: Batches | None,
         failure: QsyncError | None,
-    ) -> None:
+    ) -> Stepper:
         """Agree with the other ranks, restore the newest checkpoint, and be ready to step."""
         parameters, ranks = self._parameters, self._ranks
         description = {
@@ -234,7 +234,7 @@ class _Job:
         state.seed_all(mix64(mix64(parameters.seed) + ranks.rank))
         self._model = model
         self._optimizer = parameters.make_optimizer(model)
-        self._stepper = Stepper(
+        stepper = self._stepper = Stepper(
             model,
             ranks,
             parts=micro_batches(counts, ranks.rank, parameters.accumulation),
@@ -248,7 +248,8 @@ class _Job:
         if parameters.folder is not None:
             self._file = MetricsFile(parameters.folder, ranks.rank, self._first)
         if self._first < parameters.steps:
-            self._stepper.rehearse(self._first)
+            stepper.rehearse(self._first)
+        return stepper
 
     def _shares(self, problem: AllocationProblem | None) -> list[float]:
         given: Mapping[str, float] | None = self._parameters.shares
@@ -305,10 +306,9 @@ class _Job:
 
     # --- stepping -----------------------------------------------------------------------
 
-    def run(self, interruption: Interruption) -> TrainResult:
+    def run(self, stepper: Stepper, interruption: Interruption) -> TrainResult:
         """Take the steps that are left."""
-        parameters, ranks, stepper = self._parameters, self._ranks, self._stepper
-        assert stepper is not None  # `start` made it
+        parameters, ranks = self._parameters, self._ranks
         is_late = ranks.device.type == "cuda"  # reading a number at once would stop the launching
         pending: tuple[Taken, float] | None = None
         done = self._done = self._first
