@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -45,7 +46,8 @@ def movable(problem: AllocationProblem, device: DeviceKind) -> tuple[Choice, ...
     `PlanState.feasible` to say.
     """
     allowed = allowed_columns(problem, device)
-    columns = [tuple(np.flatnonzero(row).tolist()) for row in allowed]
+    numbers = range(allowed.shape[1])
+    columns = [tuple(compress(numbers, row)) for row in allowed.tolist()]
     follows = [bool(operator.follows) for operator in problem.operators]
     members: dict[int, tuple[int, ...]] = {}
     grouped: set[int] = set()

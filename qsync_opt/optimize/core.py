@@ -32,6 +32,9 @@ _MOST_ITEMS = 40_000
 #: Items compared with each other at once.
 _BLOCK = 64
 
+#: Items of the classes that are compared within many classes at once.
+_SMALL_CLASS = 12
+
 #: Entries of the largest table of items by rows.
 _MOST_CELLS = 60_000_000
 
@@ -304,26 +307,51 @@ def _base_items(
 
 def _undominated(items: _Items, objective: FloatArray, use: FloatArray) -> IntArray:
     """Items that no other of their class matches or beats in objective and every row."""
-    kept = []
-    for c in range(len(items.first) - 1):
+    cost = np.column_stack([objective, use])
+    sizes = np.diff(items.first)
+    kept = [items.first[:-1][sizes == 1]]
+    for size in range(2, _SMALL_CLASS + 1):
+        classes = np.flatnonzero(sizes == size)
+        if len(classes):  # most classes are small: all of one size at once
+            rows = items.first[classes][:, None] + np.arange(size)
+            kept.append(rows[_free(cost[rows])])
+    for c in np.flatnonzero(sizes > _SMALL_CLASS).tolist():
         rows = np.arange(items.first[c], items.first[c + 1])
-        cost = np.column_stack([objective[rows], use[rows]])
-        cost = cost[order := np.lexsort(cost.T[::-1])]
-        rows = rows[order]
-        # Sorted so, an item can only be beaten by one before it.
-        free: BoolArray
-        front = np.zeros((0, cost.shape[1]))
-        chosen: list[IntArray] = []
-        for start in range(0, len(rows), _BLOCK):
-            block, mine = cost[start : start + _BLOCK], rows[start : start + _BLOCK]
-            free = ~_beaten(front, block)
-            block, mine = block[free], mine[free]
-            inner = (block[None, :, :] <= block[:, None, :]).all(axis=2)
-            free = np.tril(inner, -1).sum(axis=1) == 0
-            front = np.vstack([front, block[free]])
-            chosen.append(mine[free])
-        kept.append(np.sort(np.concatenate(chosen)))
-    return np.concatenate(kept)
+        kept.append(rows[_front(cost[rows])])
+    return np.sort(np.concatenate(kept))
+
+
+def _free(cost: FloatArray) -> BoolArray:
+    """Which of the items of some classes, [C, n, R], none of the others replaces, [C, n].
+
+    Of items that are equal the first is left.
+    """
+    size = cost.shape[1]
+    no_worse = np.ones((len(cost), size, size), dtype=np.bool_)  # [c, i, j]: j for i
+    for row in range(cost.shape[2]):
+        no_worse &= cost[:, None, :, row] <= cost[:, :, None, row]
+    earlier = np.tri(size, k=-1, dtype=np.bool_)
+    replaces = no_worse & (~no_worse.transpose(0, 2, 1) | earlier)
+    free: BoolArray = ~replaces.any(axis=2)
+    return free
+
+
+def _front(cost: FloatArray) -> IntArray:
+    """The items of one class, [n, R], that none of the others replaces."""
+    order = np.lexsort(cost.T[::-1])
+    cost = cost[order]
+    # Sorted so, an item can only be beaten by one before it.
+    front = np.zeros((0, cost.shape[1]))
+    chosen: list[IntArray] = []
+    for start in range(0, len(order), _BLOCK):
+        block, mine = cost[start : start + _BLOCK], order[start : start + _BLOCK]
+        free = ~_beaten(front, block)
+        block, mine = block[free], mine[free]
+        inner = (block[None, :, :] <= block[:, None, :]).all(axis=2)
+        free = np.tril(inner, -1).sum(axis=1) == 0
+        front = np.vstack([front, block[free]])
+        chosen.append(mine[free])
+    return np.concatenate(chosen)
 
 
 def _beaten(front: FloatArray, block: FloatArray) -> BoolArray:

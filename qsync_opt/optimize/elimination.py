@@ -86,7 +86,15 @@ class Elimination:
         widest = 1 if columns > 1 else self._variables  # tables of one option have one cell
         while columns > 1 and columns ** (widest + 2) <= LARGEST_TABLE:
             widest += 1
-        alive = dict.fromkeys(np.flatnonzero(active).tolist())
+        next_table, next_cell = len(scopes), self.cells
+        self._batches: list[_Batch] = []
+        alone = active.copy()
+        for scope in scopes:
+            alone[list(scope)] = False
+        if alone.any():  # most variables of a core have no choice, and so no table
+            self._batches.append(self._lone_batch(np.flatnonzero(alone), next_cell))
+            next_cell += int(alone.sum())
+        alive = dict.fromkeys(np.flatnonzero(active & ~alone).tolist())
         # Tables by variable: table id -> (scope, first cell).
         tables: dict[int, tuple[tuple[int, ...], int]] = {}
         of: dict[int, dict[int, None]] = {v: {} for v in alive}
@@ -97,8 +105,6 @@ class Elimination:
         for v in alive:  # unary tables: ids below zero
             tables[-1 - v] = ((v,), 1 + v * columns)
             of[v][-1 - v] = None
-        next_table, next_cell = len(scopes), self.cells
-        self._batches: list[_Batch] = []
         neighbours: dict[int, set[int]] = {v: self._around(v, of[v], tables) for v in alive}
         while alive:
             degree = {v: len(neighbours[v]) for v in alive}
@@ -139,6 +145,15 @@ class Elimination:
                         next_table += 1
                     next_cell += columns**size
         self._all_cells = next_cell
+
+    def _lone_batch(self, variable: IntArray, target: int) -> _Batch:
+        """Variables that only have their unary table."""
+        return _Batch(
+            variable=variable,
+            neighbours=np.zeros((len(variable), 0), dtype=np.int64),
+            cells=(1 + variable * self.columns + np.arange(self.columns)[:, None],),
+            target=target,
+        )
 
     @staticmethod
     def _around(
@@ -326,10 +341,9 @@ class Elimination:
         for batch, table in zip(reversed(self._batches), reversed(tables), strict=True):
             width = self.columns ** batch.neighbours.shape[1]
             best = table.min(axis=0)
-            for row, v in enumerate(batch.variable.tolist()):
+            for row in np.flatnonzero(component[batch.variable] >= 0).tolist():
+                v = int(batch.variable[row])
                 c = int(component[v])
-                if c < 0:
-                    continue
                 at = np.zeros(len(excess[c]), dtype=np.int64)
                 for u in batch.neighbours[row].tolist():
                     at = at * self.columns + options[c][u]

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
-from qsync_opt.optimize.baselines import improve_columns
 from qsync_opt.optimize.branching import split_options
 from qsync_opt.optimize.core import Core, find_core
 from qsync_opt.optimize.evaluate import allowed_columns
@@ -37,7 +36,8 @@ from qsync_opt.optimize.incumbent import Incumbent
 from qsync_opt.optimize.interrupter import Interrupter
 from qsync_opt.optimize.knapsack import KnapsackSearch
 from qsync_opt.optimize.lagrangian import Climb, Lagrangian, Point
-from qsync_opt.optimize.moves import exchanged
+from qsync_opt.optimize.moves import exchanged, worthwhile
+from qsync_opt.optimize.polish import improve_columns
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.optimize.proposals import BackEnd, Program, core_program, flow_program
 from qsync_opt.optimize.result import SolveStatus, relative_gap
@@ -141,6 +141,7 @@ class KindSolver:
         self._plain = plain
         self._bound = 0.0  # neither a perturbation nor a time is negative
         self._statistics: dict[str, float] = {}
+        self._lagrangian: Lagrangian | None = None
 
     # -- where it stands -------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class KindSolver:
             self._bound = max(self._bound, proven)
             return self._finish(None)
         began = time.perf_counter()
-        lagrangian = Lagrangian(graph, self._deadline_s)
+        lagrangian = self._lagrangian = Lagrangian(graph, self._deadline_s)
         # Only tables that were split or left out can propose a plan against the rules.
         incumbent.distrusted = not lagrangian.exact
         self._statistics["variables"] = float((graph.allowed.sum(axis=1) > 1).sum())
@@ -208,6 +209,20 @@ class KindSolver:
     def solution(self) -> KindSolution:
         """The state as it is, for a caller whose back end failed."""
         return self._finish(None)
+
+    def changes(self, column: IntArray) -> BoolArray | None:
+        """The single changes of a plan, [N], that may be worth making; None where unknown.
+
+        Returns:
+            Columns of every operator, [N, P]; see `moves.worthwhile`.
+        """
+        lagrangian = self._lagrangian
+        if lagrangian is None or not lagrangian.exact or self._deadline_s is None:
+            return None
+        graph = lagrangian.graph
+        return graph.operator_options(
+            worthwhile(lagrangian, graph.options_of(column), 100 * _ROUNDING)
+        )
 
     def _objective(self) -> float | None:
         return None if self._incumbent.column is None else self._incumbent.objective
@@ -388,7 +403,7 @@ class KindSolver:
             few = self._statistics["open"] <= _FEW
             if not (whole or few or self._deadline_s is None):
                 return None
-            domain = self._domain(lagrangian.graph, keep)
+            domain = lagrangian.graph.operator_options(keep)
             return self._propose(flow_program(self._incumbent, domain), target)
         core, column_of, prices = found
         if self._deadline_s is not None:
@@ -436,15 +451,6 @@ class KindSolver:
         second = np.sort(least, axis=1)[:, 1]
         second = np.sort(second[np.isfinite(second)])
         return float(second[size]) if len(second) > size else math.inf
-
-    @staticmethod
-    def _domain(graph: FactorGraph, keep: BoolArray) -> BoolArray:
-        """Options of variables as options of operators, [N, P]."""
-        domain = np.zeros((len(graph.variable_of), graph.columns), dtype=np.bool_)
-        for option in range(graph.columns):
-            live = np.flatnonzero(keep[graph.variable_of, option])
-            domain[live, graph.column_of[live, option]] = True
-        return domain
 
     def _core(
         self, lagrangian: Lagrangian, point: Point, keep: BoolArray, threshold: float

@@ -384,6 +384,14 @@ class FactorGraph:
         ]
         return picked
 
+    def operator_options(self, options: BoolArray) -> BoolArray:
+        """Sets of options of the variables, [V, P], as precision columns of operators, [N, P]."""
+        columns = np.zeros((len(self.variable_of), self.columns), dtype=np.bool_)
+        for option in range(self.columns):
+            live = np.flatnonzero(options[self.variable_of, option])
+            columns[live, self.column_of[live, option]] = True
+        return columns
+
     def options_of(self, column: IntArray) -> IntArray:
         """The option of every variable in a plan that keeps the rules, [V]."""
         first = np.full(len(self.allowed), -1, dtype=np.int64)

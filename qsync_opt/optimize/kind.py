@@ -20,17 +20,19 @@ from qsync_opt.optimize.arrays import IntArray
 from qsync_opt.optimize.baselines import (
     UniformCandidate,
     best_uniform,
-    greedy_columns,
-    improve_columns,
     random_columns,
     uniform_candidates,
 )
+from qsync_opt.optimize.brute_force import brute_force_columns, brute_force_fastest
 from qsync_opt.optimize.brute_force import brute_force_columns, brute_force_fastest
 from qsync_opt.optimize.evaluate import allowed_columns, broken_rules, evaluate_device
 from qsync_opt.optimize.exact import KindSolution, KindSolver
 from qsync_opt.optimize.factors import FactorGraph
 from qsync_opt.optimize.floors import is_late, time_floor_s
+from qsync_opt.optimize.greedy import greedy_columns
 from qsync_opt.optimize.interrupter import Interrupter
+from qsync_opt.optimize.ladders import Workspace
+from qsync_opt.optimize.polish import improve_columns
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.optimize.result import Progress, SolveParameters, SolveStatus
 
@@ -44,6 +46,10 @@ _FASTEST_EXACT_OPERATORS = 500
 
 #: Draws of the `random` method per device kind.
 _RANDOM_TRIES = 4
+
+
+#: How often ties are settled: what one change opens up for others is looked at again.
+_MOST_SETTLED = 10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,6 +124,7 @@ class KindJob:
         self._solver: KindSolver | None = None
         self._graph: FactorGraph | None = None
         self._candidates: tuple[UniformCandidate, ...] | None = None
+        self._workspace = Workspace(problem, device)
 
     # -- requests --------------------------------------------------------------------------
 
@@ -291,7 +298,9 @@ class KindJob:
         found = [self._best_uniform(deadline_s)]
         if self.fastest is not None and self.fastest.column is not None:
             start = self.fastest.column
-            found.append(greedy_columns(problem, device, deadline_s, start, limits.stop))
+            found.append(greedy_columns(
+                    problem, device, deadline_s, start, limits.stop, self._workspace
+                ))
         plans = [column for column in found if column is not None]
         return min(plans, key=self._perturbation, default=None)
 
@@ -328,13 +337,25 @@ class KindJob:
 
     def _settle_ties(self, deadline_s: float) -> None:
         """Among equal objectives prefer the smaller iteration time, then lower columns."""
-        found = self.solution
-        if found is None or found.column is None:
-            return
-        column = improve_columns(
-            self._problem, self.device, deadline_s, found.column, self._limits.stop, exchanges=0
-        )
-        if column is not None:
+        for _ in range(_MOST_SETTLED):
+            found = self.solution
+            if found is None or found.column is None:
+                return
+            only = None if self._solver is None else self._solver.changes(found.column)
+            if only is not None and not only.any():
+                return
+            column = improve_columns(
+                self._problem,
+                self.device,
+                deadline_s,
+                found.column,
+                self._limits.stop,
+                exchanges=0,
+                only=only,
+                workspace=self._workspace,
+            )
+            if column is None or np.array_equal(column, found.column):
+                return
             value = self._perturbation(column)
             self.solution = replace(
                 found, column=column, objective=value, bound=min(found.bound, value)

@@ -126,10 +126,7 @@ def exchanged(
     graph = lagrangian.graph
     _, used = lagrangian.usage(options)
     room = np.maximum(lagrangian.limit - used, 0.0)
-    spare = room[lagrangian.time_rows :] / lagrangian.scale[lagrangian.time_rows :]
-    tightest = lagrangian.time_rows + np.argsort(spare, kind="stable")[:_MEMORY_ROWS]
-    rows = np.union1d(np.arange(lagrangian.time_rows), tightest)
-    rows = np.union1d(rows, np.flatnonzero(prices > 0))
+    rows = np.union1d(_tight_rows(lagrangian, room), np.flatnonzero(prices > 0))
     changes = single_changes(lagrangian, options, rows)
     weight = (prices / lagrangian.scale)[rows]
     reduced = changes.objective + np.einsum("vpr,r->vp", changes.use, weight)
@@ -157,6 +154,38 @@ def exchanged(
     result = options.copy()
     result[variable[items]] = option[items]
     return result if lagrangian.allows(result) else options
+
+
+def worthwhile(lagrangian: Lagrangian, options: IntArray, tolerance: float) -> BoolArray:
+    """The single changes that may be worth making: none other keeps the rows at no more cost.
+
+    Args:
+        lagrangian: exact, with the perturbation as the objective.
+        options: of every variable, [V]; a plan that keeps every row.
+        tolerance: relative error of sums; changes this close to a limit count.
+
+    Returns:
+        [V, P]. Changes that a promotion forbids by themselves count: with the followers that
+        change along they may be allowed.
+    """
+    graph = lagrangian.graph
+    objective, used = lagrangian.usage(options)
+    room = np.maximum(lagrangian.limit - used, 0.0)
+    rows = _tight_rows(lagrangian, room)
+    changes = single_changes(lagrangian, options, rows)
+    most = (room + tolerance * (np.abs(lagrangian.limit) + np.abs(used)))[rows]
+    fits = (changes.use <= most).all(axis=2) & (changes.objective <= tolerance * abs(objective))
+    result: BoolArray = graph.allowed & (fits | _blocked(lagrangian, options))
+    variables = np.arange(len(graph.allowed))
+    result[variables, options[: len(variables)]] = False
+    return result
+
+
+def _tight_rows(lagrangian: Lagrangian, room: FloatArray) -> IntArray:
+    """The rows of time, and those of memory with the least room."""
+    spare = room[lagrangian.time_rows :] / lagrangian.scale[lagrangian.time_rows :]
+    tightest = lagrangian.time_rows + np.argsort(spare, kind="stable")[:_MEMORY_ROWS]
+    return np.union1d(np.arange(lagrangian.time_rows), tightest)
 
 
 def _blocked(lagrangian: Lagrangian, options: IntArray) -> BoolArray:

@@ -82,7 +82,8 @@ LAYERS = (
     ("optimize.consistency", "optimize.explanation", "optimize.factors", "optimize.state"),
     ("optimize.floors",),
     ("optimize.brute_force", "optimize.formulation"),
-    ("optimize.baselines",),
+    ("optimize.baselines", "optimize.ladders"),
+    ("optimize.greedy", "optimize.polish"),
     # programs in files, and the solvers
     ("optimize.mps_names",),
     ("optimize.mps", "optimize.mps_solution"),

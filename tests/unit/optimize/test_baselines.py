@@ -12,15 +12,8 @@ import numpy as np
 import pytest
 
 from qsync_opt.errors import ParameterError, PlanError
-from qsync_opt.optimize.baselines import (
-    brute_force_columns,
-    brute_force_fastest,
-    greedy_columns,
-    improve_columns,
-    random_columns,
-    uniform_candidates,
-    uniform_columns,
-)
+from qsync_opt.optimize.baselines import random_columns, uniform_candidates, uniform_columns
+from qsync_opt.optimize.brute_force import brute_force_columns, brute_force_fastest
 from qsync_opt.optimize.choices import (
     Choice,
     better_cost,
@@ -36,6 +29,8 @@ from qsync_opt.optimize.evaluate import (
     follower_columns,
 )
 from qsync_opt.optimize.generate import generate_problem
+from qsync_opt.optimize.greedy import greedy_columns
+from qsync_opt.optimize.polish import improve_columns
 from qsync_opt.optimize.problem import (
     AllocationProblem,
     CastTensors,
