@@ -12,7 +12,7 @@
 5. Where many stay open, a few large operators separate L from the optimum: branch on the one
    whose likely options differ most, which lifts the Lagrangian of both sides, and go on
    from 3 (Lagrangian branch and bound, Geoffrion, 1974). A small core (the choices nearest
-   to equal) improves U at every node.
+   to equal) improves U at some of the nodes.
 
 Every plan is verified by `evaluate_device` (`incumbent`, `proposals`).
 """
@@ -59,7 +59,15 @@ _FEW = 60
 
 #: Labels of the knapsack search in such cores, one beam after another.
 _WIDTH = 100
-_MERGED_WIDTHS = (500, 1_000)
+_MERGED_WIDTHS = (300, 500, 1_000)
+
+#: Nodes at which better plans are looked for: sooner or later the plan is the best there is.
+_IMPROVED = frozenset(2**power for power in range(12))
+
+#: Open choices of the root that the back end is given so once this many nodes have not ended
+#: the branching: one program of a few hundred choices costs less than many small ones.
+_FLOW = 400
+_PATIENCE = 6
 
 #: Nodes of the branching on large operators before all is left to the back end.
 _MOST_BRANCHINGS = 60
@@ -331,6 +339,7 @@ class KindSolver:
         """Branch until every node's choices are few, and solve those."""
         free = np.zeros(lagrangian.graph.allowed.shape)
         queue = [(root.best.value, 0, free, root)]
+        first = free
         sequence, done = 1, math.inf  # lowest bound of the nodes that are finished
         while queue:
             value, _, closed, climb = heapq.heappop(queue)
@@ -339,8 +348,15 @@ class KindSolver:
             if self._closed() or self._out_of_time():
                 return self._finish(None)
             self._count("branchings")
+            if self._statistics["branchings"] > _PATIENCE and climb is not root:
+                keep = first < self._target()
+                if (keep.sum(axis=1) > 1).sum() <= _FLOW:
+                    return self._leave(lagrangian, keep)
             least = self._conditional(lagrangian, climb.best, closed)
-            self._improve(lagrangian, climb.best, least)
+            if climb is root:
+                first = least
+            if self._statistics["branchings"] in _IMPROVED:
+                self._improve(lagrangian, climb.best, least)
             whole = self._statistics["branchings"] > _MOST_BRANCHINGS
             bound = self._settle(lagrangian, climb.best, least, whole)
             if bound is not None:
@@ -354,6 +370,13 @@ class KindSolver:
                     heapq.heappush(queue, (worth, sequence, there, child))
                     sequence += 1
         self._bound = max(self._bound, done)
+        return self._finish(None)
+
+    def _leave(self, lagrangian: Lagrangian, keep: BoolArray) -> KindSolution:
+        """Give all that is open to the back end in the edge-flow form."""
+        domain = lagrangian.graph.operator_options(keep)
+        proven = self._propose(flow_program(self._incumbent, domain), self._target())
+        self._bound = max(self._bound, proven)
         return self._finish(None)
 
     def _conditional(self, lagrangian: Lagrangian, point: Point, closed: FloatArray) -> FloatArray:
@@ -417,6 +440,9 @@ class KindSolver:
                 return self._settle(lagrangian, point, least, whole)
             if wide:
                 return None  # where choices are many, one that is fixed lifts the bound at less
+        if self._deadline_s is not None and self._statistics["open"] <= _FLOW:
+            domain = lagrangian.graph.operator_options(keep)
+            return self._propose(flow_program(self._incumbent, domain), target)
         return self._propose(core_program(core, column_of), target)
 
     def _climb_from(self, lagrangian: Lagrangian, parent: Climb, closed: FloatArray) -> Climb:

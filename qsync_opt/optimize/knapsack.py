@@ -55,7 +55,7 @@ _PER_CELL = 1
 
 #: Prices of the bundle that merged labels are bounded by, and how often solutions near the
 #: best of them are looked for.
-_MOST_PRICES = 15
+_MOST_PRICES = 40
 _COMPLETED_EVERY = 8
 
 #: Exchanges of two items made in a row.
@@ -150,6 +150,7 @@ class KnapsackSearch:
         self._near: IntArray | None = None  # the best within the capacities, wanted or not
         self._near_cost = np.inf
         self._relaxations = self._labels = 0
+        self._units: FloatArray | None = None  # prices by which merging compares uses
 
     @property
     def _cutoff(self) -> float:
@@ -170,10 +171,14 @@ class KnapsackSearch:
                 break
             possible = root.reduced < self._cutoff - root.value
             left_out = root.value + float(root.reduced[~possible].min(initial=np.inf))
+            before, room = bound, self._cutoff - root.value
             reached, bundle = run(root, everything[possible], bundle)
             bound = max(bound, min(reached, left_out))
-            if bound < self._cutoff:
-                self._polish()
+            if bound >= self._cutoff:
+                break
+            self._polish()
+            if run != self._beam and bound - before < _WORTHWHILE * room:
+                break  # more labels would do no more
         return self._solution(bound)
 
     def _solution(self, bound: float) -> KnapsackSolution:
@@ -192,7 +197,7 @@ class KnapsackSearch:
         bundle = Bundle(order, self._problem.cost, self._use, self._capacity)
         bundle.add(root.prices)
         if known is not None:
-            for prices in known.prices[1:][-_MOST_PRICES:]:
+            for prices in known.prices[1:_MOST_PRICES]:
                 bundle.add(prices)
         return bundle
 
@@ -264,10 +269,12 @@ class KnapsackSearch:
             bundle = self._bundle(root, order, known)
             labels = MergedLabels(bundle, self._problem.cost, self._use, root.value)
             slack, pruned = self._slack(open_), np.inf
-            prices = bundle.prices.max(axis=0)
-            large = np.zeros(len(prices))
+            learned: list[FloatArray] = []  # for the next pass: merged labels know no others
+            if self._units is None:  # of the first pass: what later ones learn is for few labels
+                self._units = bundle.prices.max(axis=0)
+            large = np.zeros(len(self._units))
             for items in order:
-                spread = np.ptp(self._use[items], axis=0) * prices
+                spread = np.ptp(self._use[items], axis=0) * self._units
                 large = np.maximum(large, spread)
             for depth, items in enumerate(order, start=1):
                 if self._stop():
@@ -279,10 +286,16 @@ class KnapsackSearch:
                     return pruned, bundle
                 if len(labels) > width:
                     room = self._cutoff - float(labels.bound.min())
-                    labels.merge(depth, width, min(room, float(np.ptp(labels.bound))), large)
+                    labels.merge(
+                        depth, width, min(room, float(np.ptp(labels.bound))), large, self._units
+                    )
                 if depth < len(order) and depth % _COMPLETED_EVERY == 0:
                     label = int(labels.bound.argmin())
-                    self._look_near(labels.real, label, bundle, order, depth)
+                    before = float(labels.bound[label])
+                    best = self._look_near(labels.real, label, bundle, order, depth)
+                    lifted = float(labels.real.cost[label]) + best.value - before
+                    if lifted > _WORTHWHILE * min(self._cutoff - before, abs(before)):
+                        learned.append(best.prices)
             self._finish(labels.real)
             for label in np.argsort(labels.bound, kind="stable")[:_MENDED].tolist():
                 path = labels.real.path(label)
@@ -291,6 +304,8 @@ class KnapsackSearch:
             # A label that stands for itself alone is a solution, looked at just now, or none.
             left = ~labels.alone & (labels.bound < self._cutoff)
             unsure = float(labels.bound[left].min(initial=np.inf))
+            for found in learned:
+                bundle.add(found)
             return min(pruned, unsure, self._cost), bundle
 
         return run

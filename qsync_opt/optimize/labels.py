@@ -181,21 +181,23 @@ class MergedLabels:
         if not fits.all():
             self.keep(fits)
 
-    def merge(self, depth: int, width: int, room: float, large: FloatArray) -> None:
+    def merge(
+        self, depth: int, width: int, room: float, large: FloatArray, units: FloatArray
+    ) -> None:
         """Merge labels of like use until at most `width` are left.
 
         Args:
             depth: classes decided.
             width: most labels.
             room: what their bounds have to rise by to be pruned.
-            large: largest priced use of an item in every row, [R]; 0 in rows without a price.
+            large: largest use of an item in every row, in these units, [R].
+            units: what uses of the rows are worth, [R]; 0 in rows that need not be alike.
         """
         real = self.real
         real.bound = self._bundle.bounds(real.cost, real.use, depth, newest=False)
         rows = np.flatnonzero(large > 0)
-        prices = self._bundle.prices.max(axis=0)[rows]
         side = np.where(large[rows] > _SMALL * room, _FINE, _COARSE) * max(room, 1e-300)
-        place = real.use[:, rows] * (prices / side)
+        place = real.use[:, rows] * (units[rows] / side)
         while True:
             cell = np.floor(place).astype(np.int64)
             order, new = by_cell(cell, real.bound)
