@@ -16,9 +16,15 @@ CHOICES = 4
 
 
 def random_batch(
-    task: str, batch_size: int, length: int, vocabulary: int, first: int, padding: int
+    task: str,
+    batch_size: int,
+    length: int,
+    vocabulary: int,
+    first: int,
+    padding: int,
+    padded: bool = True,
 ) -> dict[str, Tensor]:
-    """Random tokens with padding at the end, and labels of a task.
+    """Random tokens, with padding at the end or of full length, and labels of a task.
 
     Args:
         task: `question_answering` or `multiple_choice`.
@@ -27,17 +33,19 @@ def random_batch(
         vocabulary: different tokens.
         first: the first token that is no special one.
         padding: the token of padding.
+        padded: whether sequences differ in length. Without, there is no mask: `transformers`
+            then need not ask the device in every forward whether the mask hides anything,
+            for which the host would wait.
     """
     shape: tuple[int, ...] = (batch_size, length)
     if task == "multiple_choice":
         shape = (batch_size, CHOICES, length)
     tokens = torch.randint(first, vocabulary, shape)
-    ends = torch.randint(length // 2, length + 1, shape[:-1])
-    mask = torch.arange(length) < ends[..., None]
-    batch = {
-        "input_ids": torch.where(mask, tokens, padding),
-        "attention_mask": mask.long(),
-    }
+    batch = {"input_ids": tokens}
+    if padded:
+        ends = torch.randint(length // 2, length + 1, shape[:-1])
+        mask = torch.arange(length) < ends[..., None]
+        batch = {"input_ids": torch.where(mask, tokens, padding), "attention_mask": mask.long()}
     if task == "multiple_choice":
         batch["labels"] = torch.randint(0, CHOICES, (batch_size,))
     else:
@@ -56,6 +64,7 @@ def build(
     width: int = 768,
     vocabulary: int = 30522,
     dropout: float = 0.1,
+    padded: bool = True,
     seed: int = 0,
 ) -> tuple[nn.Module, dict[str, Tensor], None]:
     """The model and a batch; the model returns its loss.
@@ -69,6 +78,7 @@ def build(
         width: of the activations.
         vocabulary: different tokens.
         dropout: probability, in attention too.
+        padded: whether sequences differ in length and have a mask.
         seed: of weights and batch.
     """
     heads_of = {
@@ -89,7 +99,7 @@ def build(
         attention_probs_dropout_prob=dropout,
     )
     model = heads_of[task](config).train()
-    batch = random_batch(task, batch_size, length, vocabulary, min(999, vocabulary // 2), 0)
+    batch = random_batch(task, batch_size, length, vocabulary, min(999, vocabulary // 2), 0, padded)
     batch["token_type_ids"] = (
         (torch.arange(length) >= length // 4).long().expand_as(batch["input_ids"]).contiguous()
     )

@@ -29,6 +29,7 @@ def build(
     width: int = 768,
     vocabulary: int = 50265,
     dropout: float = 0.1,
+    padded: bool = True,
     seed: int = 0,
 ) -> tuple[nn.Module, dict[str, Tensor], None]:
     """The model and a batch; the model returns its loss.
@@ -42,6 +43,7 @@ def build(
         width: of the activations.
         vocabulary: different tokens.
         dropout: probability, in attention too.
+        padded: whether sequences differ in length and have a mask.
         seed: of weights and batch.
     """
     heads_of = {
@@ -64,5 +66,5 @@ def build(
         pad_token_id=PADDING,
     )
     model = heads_of[task](config).train()
-    batch = bert.random_batch(task, batch_size, length, vocabulary, 4, PADDING)
+    batch = bert.random_batch(task, batch_size, length, vocabulary, 4, PADDING, padded)
     return model, batch, None

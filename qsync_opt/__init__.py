@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from qsync_opt.files import save_plan as save_plan
     from qsync_opt.files import save_problem as save_problem
     from qsync_opt.graph import OperatorGraph as OperatorGraph
+    from qsync_opt.hosts import calibrate as calibrate
     from qsync_opt.hosts import host_costs as host_costs
     from qsync_opt.measure.capture import capture as capture
     from qsync_opt.measure.measuring import measure as measure
@@ -58,11 +59,16 @@ if TYPE_CHECKING:
     from qsync_opt.perturbation import PerturbationTable as PerturbationTable
     from qsync_opt.plan import PrecisionPlan as PrecisionPlan
     from qsync_opt.precision import Precision as Precision
+    from qsync_opt.replayed import solve_replayed as solve_replayed
     from qsync_opt.runtime.availability import available_precisions as available_precisions
+    from qsync_opt.runtime.communication import Communication as Communication
+    from qsync_opt.runtime.communication import parse_communication as parse_communication
     from qsync_opt.runtime.convert import convert as convert
     from qsync_opt.runtime.convert import revert as revert
     from qsync_opt.runtime.convert import set_step as set_step
     from qsync_opt.runtime.parameters import TrainParameters as TrainParameters
+    from qsync_opt.runtime.quantized_comm import compress_gradients as compress_gradients
+    from qsync_opt.runtime.quantized_sharding import quantize_sharding as quantize_sharding
     from qsync_opt.runtime.trainer import train as train
     from qsync_opt.simulate.replay import Replay as Replay
     from qsync_opt.simulate.replay import replay as replay
@@ -99,7 +105,7 @@ _PUBLIC = {
         "save_problem",
     ),
     "qsync_opt.graph": ("OperatorGraph",),
-    "qsync_opt.hosts": ("host_costs",),
+    "qsync_opt.hosts": ("calibrate", "host_costs"),
     "qsync_opt.measure.capture": ("capture",),
     "qsync_opt.measure.measuring": ("measure",),
     "qsync_opt.measure.sensitivity": ("perturbations",),
@@ -121,9 +127,13 @@ _PUBLIC = {
     "qsync_opt.perturbation": ("PerturbationTable",),
     "qsync_opt.plan": ("PrecisionPlan",),
     "qsync_opt.precision": ("Precision",),
+    "qsync_opt.replayed": ("solve_replayed",),
     "qsync_opt.runtime.availability": ("available_precisions",),
+    "qsync_opt.runtime.communication": ("Communication", "parse_communication"),
     "qsync_opt.runtime.convert": ("convert", "revert", "set_step"),
     "qsync_opt.runtime.parameters": ("TrainParameters",),
+    "qsync_opt.runtime.quantized_comm": ("compress_gradients",),
+    "qsync_opt.runtime.quantized_sharding": ("quantize_sharding",),
     "qsync_opt.runtime.trainer": ("train",),
     "qsync_opt.simulate.replay": ("Replay", "replay"),
     "qsync_opt.simulate.tasks": ("HostCosts",),

@@ -11,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qsync_opt.errors import FormatError, ParameterError
+from qsync_opt import options
+from qsync_opt.errors import FormatError
+from qsync_opt.measured_costs import add_measured_options, load_measured
 
 if TYPE_CHECKING:
     import argparse
@@ -27,8 +29,44 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
 
-#: Solved by `demo` where it is found, else a generated problem of the same size.
-_DEMO_PROBLEM = Path("problems") / "resnet50-v100-t4.json.gz"
+
+def add_commands(command: options.AddCommand) -> None:
+    """Add the commands that look for plans, and judge them, to the command line."""
+    sub = command("solve", run_solve, "find the plan of least perturbation that keeps the pace")
+    sub.add_argument("problem", metavar="PROBLEM", help="problem file")
+    sub.add_argument(
+        "--method", choices=options.METHODS, default="auto", help="default: %(default)s"
+    )
+    sub.add_argument("--hint", metavar="PLAN", help="plan file to start from")
+    sub.add_argument("--output", "-o", metavar="PLAN", help="write the plan to this file")
+    options.pace_options(sub)
+    options.solver_options(sub)
+    add_measured_options(sub)
+
+    sub = command("evaluate", run_evaluate, "what a plan costs, and the rules it breaks")
+    sub.add_argument("problem", metavar="PROBLEM", help="problem file")
+    sub.add_argument("plan", metavar="PLAN", help="plan file")
+    sub.add_argument(
+        "--deadline", type=options.number, metavar="S", help="iteration time to keep (s)"
+    )
+
+    sub = command("compare", run_compare, "several methods side by side")
+    sub.add_argument("problem", metavar="PROBLEM", help="problem file")
+    options.methods_option(sub)
+    options.pace_options(sub)
+    options.solver_options(sub)
+
+    sub = command("pareto", run_pareto, "perturbation against iteration time")
+    sub.add_argument("problem", metavar="PROBLEM", help="problem file")
+    options.slacks_option(sub)
+    options.methods_option(sub)
+    sub.add_argument("--plot", metavar="FILE", help="draw the curve (.png, .svg or .pdf)")
+    sub.add_argument("--csv", metavar="FILE", help="write the points as CSV")
+    options.solver_options(sub)
+
+    sub = command("explain", run_explain, "which budget of a problem is too small, and by how much")
+    sub.add_argument("problem", metavar="PROBLEM", help="problem file")
+    options.pace_options(sub)
 
 
 def run_solve(arguments: argparse.Namespace) -> int:
@@ -37,17 +75,18 @@ def run_solve(arguments: argparse.Namespace) -> int:
     from qsync_opt.files import load_plan, load_problem, save_plan
     from qsync_opt.optimize.result import SolveStatus
     from qsync_opt.optimize.solve import solve
+    from qsync_opt.replayed import solve_replayed
 
-    problem = _paced(load_problem(arguments.problem), arguments)
+    problem = paced(load_problem(arguments.problem), arguments)
     hint = None if arguments.hint is None else load_plan(arguments.hint)
     check_targets(arguments.output)
+    _, hosts = load_measured(problem, arguments)
     with console.solving() as progress:
-        result = solve(
-            problem,
-            method=arguments.method,
-            parameters=_parameters(arguments, progress),
-            hint=hint,
-        )
+        parameters, method = solve_parameters(arguments, progress), arguments.method
+        if hosts:
+            result = solve_replayed(problem, hosts, method=method, parameters=parameters, hint=hint)
+        else:
+            result = solve(problem, method=method, parameters=parameters, hint=hint)
     if arguments.output is not None and result.plan is not None:
         save_plan(result.plan, arguments.output)
     if arguments.json:
@@ -81,16 +120,16 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from qsync_opt.files import load_problem
     from qsync_opt.optimize.compare import compare
 
-    problem = _paced(load_problem(arguments.problem), arguments)
+    problem = paced(load_problem(arguments.problem), arguments)
     with console.solving() as progress:
         comparison = compare(
-            problem, methods=arguments.methods, parameters=_parameters(arguments, progress)
+            problem, methods=arguments.methods, parameters=solve_parameters(arguments, progress)
         )
     if arguments.json:
         console.write_json(console.comparison_to_json(comparison))
     else:
         console.write(*console.render_comparison(comparison))
-    return _exit_code(comparison.rows)
+    return exit_code(comparison.rows)
 
 
 def run_pareto(arguments: argparse.Namespace) -> int:
@@ -109,7 +148,7 @@ def run_pareto(arguments: argparse.Namespace) -> int:
             problem,
             slacks=arguments.slacks,
             methods=arguments.methods,
-            parameters=_parameters(arguments, progress),
+            parameters=solve_parameters(arguments, progress),
         )
     if arguments.csv is not None:
         write_atomically(arguments.csv, pareto_csv(curve).encode())
@@ -119,7 +158,7 @@ def run_pareto(arguments: argparse.Namespace) -> int:
         console.write_json(console.pareto_to_json(curve))
     else:
         console.write(*console.render_pareto(curve))
-    return _exit_code([row for point in curve.points for row in point.comparison.rows])
+    return exit_code([row for point in curve.points for row in point.comparison.rows])
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
@@ -128,7 +167,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
     from qsync_opt.files import load_problem
     from qsync_opt.optimize.explain import explain
 
-    problem = _paced(load_problem(arguments.problem), arguments)
+    problem = paced(load_problem(arguments.problem), arguments)
     with console.solving():
         explanation = explain(problem)
     if arguments.json:
@@ -138,117 +177,8 @@ def run_explain(arguments: argparse.Namespace) -> int:
     return EXIT_PLAN if explanation.feasible else EXIT_NO_PLAN
 
 
-def run_export(arguments: argparse.Namespace) -> int:
-    """Write a problem as MPS, or read a solution of that file back into a plan."""
-    from qsync_opt import console
-    from qsync_opt.files import load_plan, load_problem, save_plan
-    from qsync_opt.optimize.export import read_mps_solution, write_mps
-
-    if (arguments.solution is None) != (arguments.plan is None):
-        given, missing = (
-            ("plan", "solution") if arguments.plan is not None else ("solution", "plan")
-        )
-        raise ParameterError(missing, f"must be given with --{given}", None)
-    check_targets(arguments.mps if arguments.solution is None else arguments.plan)
-    problem = _paced(load_problem(arguments.problem), arguments)
-    if arguments.solution is None:
-        with console.solving():  # the deadline may have to be found
-            write_mps(problem, arguments.mps, device=arguments.device)
-        if arguments.json:
-            console.write_json({"mps": arguments.mps, "device": arguments.device})
-        else:
-            console.write(f"wrote {arguments.mps}")
-        return EXIT_PLAN
-
-    from qsync_opt.optimize.evaluate import evaluate
-
-    base = None if arguments.base_plan is None else load_plan(arguments.base_plan)
-    plan = read_mps_solution(problem, arguments.mps, arguments.solution, base_plan=base)
-    evaluation = evaluate(problem, plan)
-    save_plan(plan, arguments.plan)
-    if arguments.json:
-        console.write_json({"plan": arguments.plan, "evaluation": evaluation})
-    else:
-        console.write(*console.render_evaluation(problem, plan, evaluation))
-    return EXIT_PLAN if evaluation.feasible else EXIT_NO_PLAN
-
-
-def run_generate(arguments: argparse.Namespace) -> int:
-    """Write a random problem."""
-    from qsync_opt import console
-    from qsync_opt.files import save_problem
-    from qsync_opt.optimize.generate import generate_problem
-
-    problem = generate_problem(
-        operators=arguments.operators,
-        precisions=arguments.precisions,
-        devices=arguments.devices,
-        seed=arguments.seed,
-        tightness=arguments.tightness,
-        graph=arguments.graph,
-        costs=arguments.costs,
-        buckets=arguments.buckets,
-    )
-    save_problem(problem, arguments.output)
-    if arguments.json:
-        console.write_json(
-            {"problem": arguments.output, "name": problem.name, "sha256": problem.sha256}
-        )
-    else:
-        console.write(f"wrote {arguments.output}: {problem.name}")
-    return EXIT_PLAN
-
-
-def run_demo(arguments: argparse.Namespace) -> int:
-    """Compare the methods on one instance, draw its Pareto curve, write plans and MPS."""
-    from qsync_opt import console
-    from qsync_opt.files import load_problem, save_plan
-    from qsync_opt.optimize.compare import compare, pareto
-    from qsync_opt.optimize.export import write_mps
-    from qsync_opt.optimize.generate import generate_problem
-    from qsync_opt.report import check_image, plot_pareto
-
-    if arguments.problem is not None or _DEMO_PROBLEM.exists():
-        problem = load_problem(arguments.problem or _DEMO_PROBLEM)
-    else:
-        problem = generate_problem(operators=54)
-    folder = Path(arguments.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    plots = [folder / "pareto.png", folder / "pareto.svg"]
-    for path in plots:
-        check_image(path)
-    with console.solving() as progress:
-        parameters = _parameters(arguments, progress)
-        comparison = compare(problem, parameters=parameters)
-        curve = pareto(problem, slacks=arguments.slacks, parameters=parameters)
-    for path in plots:
-        plot_pareto(curve, path)
-    plans = {row.method: row.plan for row in comparison.rows if row.plan is not None}
-    written = [*plots]
-    for method, plan in plans.items():
-        written.append(folder / f"plan-{method}.json")
-        save_plan(plan, written[-1])
-    if comparison.deadline_s is not None:
-        written.append(folder / "problem.mps.gz")
-        write_mps(problem, written[-1], deadline_s=comparison.deadline_s)
-    if arguments.json:
-        paths = [str(path) for path in written]
-        console.write_json(
-            {
-                "comparison": console.comparison_to_json(comparison),
-                "pareto": console.pareto_to_json(curve),
-                "files": paths,
-            }
-        )
-    else:
-        console.write(f"{problem.name}: {problem.provenance}\n")
-        console.write(*console.render_comparison(comparison))
-        console.write(*console.render_pareto(curve))
-        console.write("wrote " + "\n      ".join(str(path) for path in written))
-    return _exit_code(comparison.rows)
-
-
-def _exit_code(rows: Sequence[ComparisonRow]) -> int:
+def exit_code(rows: Sequence[ComparisonRow]) -> int:
+    """What a command with these rows ends with."""
     from qsync_opt.optimize.result import SolveStatus
 
     if any(row.status is SolveStatus.INTERRUPTED for row in rows):
@@ -269,7 +199,7 @@ def check_targets(*paths: str | None) -> None:
             raise FormatError(path, "must be in a folder that can be written", str(folder))
 
 
-def _paced(problem: AllocationProblem, arguments: argparse.Namespace) -> AllocationProblem:
+def paced(problem: AllocationProblem, arguments: argparse.Namespace) -> AllocationProblem:
     """The problem with the pace that the options ask for, if they do."""
     if arguments.deadline is not None:
         return replace(problem, deadline_s=arguments.deadline)
@@ -278,9 +208,10 @@ def _paced(problem: AllocationProblem, arguments: argparse.Namespace) -> Allocat
     return problem
 
 
-def _parameters(
+def solve_parameters(
     arguments: argparse.Namespace, progress: Callable[[Progress], None] | None
 ) -> SolveParameters:
+    """What the options ask of a solve."""
     from qsync_opt.optimize.result import SolveParameters
 
     return SolveParameters(

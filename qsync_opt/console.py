@@ -101,13 +101,16 @@ def write_json(value: object) -> None:
 @contextmanager
 def solving() -> Iterator[Callable[[Progress], None] | None]:
     """Around every solve: gives a progress callback, and keeps standard output for the result."""
-    with _native_output_dropped(), status_line() as progress:
+    with output_dropped(), status_line() as progress:
         yield progress
 
 
 @contextmanager
-def _native_output_dropped() -> Iterator[None]:
-    """Drop what C code writes to descriptor 1: HiGHS prints lines that no option turns off."""
+def output_dropped() -> Iterator[None]:
+    """Drop what is written to descriptor 1, by C code and by processes that are started inside.
+
+    HiGHS prints lines that no option turns off.
+    """
     sys.stdout.flush()
     try:
         kept = os.dup(1)
@@ -175,6 +178,22 @@ def counting(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
 
 @contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """One line on standard error that moves while something is done; none without a terminal."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        bars.add_task(one_line(what), total=None)
+        yield
+
+
+@contextmanager
 def training() -> Iterator[Callable[[TrainProgress], None] | None]:
     """A callback that keeps a bar of steps on standard error; None without a terminal."""
     if sys.stderr is None or not sys.stderr.isatty():
@@ -193,6 +212,11 @@ def training() -> Iterator[Callable[[TrainProgress], None] | None]:
             bars.update(task, description=text, total=progress.steps, completed=row.step + 1)
 
         yield report
+
+
+def is_terminal() -> bool:
+    """Whether a person reads standard output as it comes."""
+    return sys.stdout.isatty()
 
 
 def write(*parts: object) -> None:
@@ -276,6 +300,12 @@ def render_result(problem: AllocationProblem, result: SolveResult) -> list[objec
         lines.append(
             f"iteration time {seconds(result.evaluation.iteration_time_s)}"
             f" of {seconds(result.deadline_s)} allowed"
+        )
+    if result.replayed is not None:
+        replayed = result.replayed
+        lines.append(
+            f"replayed {seconds(replayed.iteration_time_s)}: the sum alone is off by"
+            f" {percent(replayed.additive_error)}; {replayed.cuts} cuts"
         )
     if result.fallback_reason:
         lines.append(f"fallback: {one_line(result.fallback_reason)}")

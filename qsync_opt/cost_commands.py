@@ -5,6 +5,7 @@ Like those in `commands` they take the parsed options, show their result and ret
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qsync_opt import options
 from qsync_opt.commands import EXIT_PLAN, check_targets
 from qsync_opt.errors import FormatError, MeasureError, ParameterError
 from qsync_opt.precision import Precision
@@ -27,6 +29,53 @@ if TYPE_CHECKING:
 
 #: Suffix of the file that keeps what an interrupted measurement has so far.
 PARTIAL = ".partial"
+
+
+def add_commands(command: options.AddCommand) -> None:
+    """Add `measure` and `build` to the command line."""
+    _measure_options(command("measure", run_measure, "measure what a graph costs on this device"))
+    _build_options(command("build", run_build, "make a problem of measured costs and a cluster"))
+
+
+def _measure_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("graph", metavar="GRAPH", help="graph file")
+    sub.add_argument("--output", "-o", metavar="COSTS", required=True, help="costs file to write")
+    model = sub.add_mutually_exclusive_group()
+    model.add_argument(
+        "--model", metavar="MODEL", help="model file; default: the one that was captured"
+    )
+    model.add_argument(
+        "--no-model", action="store_true", help="measure operators only, no buckets and steps"
+    )
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="default: that of the graph")
+    sub.add_argument("--threads", type=int, metavar="N", help="of a CPU; default: torch's")
+    sub.add_argument("--precisions", metavar="A,B,...", help="default: all that the device has")
+    sub.add_argument("--optimizer", default="adamw", help="adamw (default), adam or sgd")
+    sub.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="time all-reduces between N processes on this machine; under torchrun its group is"
+        " used instead, and a rank writes its file unless a lower one writes the same",
+    )
+
+
+def _build_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("graph", metavar="GRAPH", help="graph file")
+    sub.add_argument(
+        "--kind",
+        action="append",
+        required=True,
+        metavar="NAME=COSTS[,workers=N][,share=X][,memory_gb=X]",
+        help="a device kind and its costs file; repeat for every kind",
+    )
+    sub.add_argument("--perturbation", metavar="TABLE", required=True, help="file of `perturb`")
+    sub.add_argument(
+        "--all-reduce", metavar="COSTS", help="costs file whose all-reduce times hold for the job"
+    )
+    sub.add_argument("--output", "-o", metavar="PROBLEM", required=True, help="file to write")
+    options.pace_options(sub)
 
 
 def run_measure(arguments: argparse.Namespace) -> int:
@@ -53,8 +102,10 @@ def run_measure(arguments: argparse.Namespace) -> int:
         torch.set_num_threads(arguments.threads)
     precisions = _precisions(arguments.precisions)
     with console.foreign_code(), _group_of_launcher(device), console.counting("measured") as count:
-        rank = distributed.get_rank() if distributed.is_initialized() else 0
-        target = f"{arguments.output}.{rank}" if rank else arguments.output
+        is_writer = _is_first_to_write(arguments.output, device)
+        target = arguments.output
+        if not is_writer:
+            target = f"{arguments.output}.{distributed.get_rank()}"
         trained = None if arguments.no_model else _trained(arguments.model, graph, device)
 
         def report(progress: MeasureProgress) -> None:
@@ -67,14 +118,14 @@ def run_measure(arguments: argparse.Namespace) -> int:
             device=device,
             precisions=precisions,
             optimizer=arguments.optimizer,
-            notebook=_notebook(graph, device, precisions, arguments.optimizer, target),
+            notebook=notebook_beside(graph, device, precisions, arguments.optimizer, target),
             progress=report,
         )
         if arguments.ranks > 1 and costs.all_reduce is None:
             sizes = sizes_to_measure(costs.buckets)
             reduce = measure_local_all_reduce(sizes, arguments.ranks, device.type)
             costs = replace(costs, all_reduce=reduce)
-    if rank == 0:
+    if is_writer:
         save_costs(costs, target)
     with suppress(OSError):
         os.unlink(target + PARTIAL)
@@ -165,7 +216,7 @@ def _trained(path: str | None, graph: OperatorGraph, device: Any) -> TrainedMode
     return TrainedModel(model=model.to(device), batch=to_device(batch, device), loss=loss)
 
 
-def _notebook(
+def notebook_beside(
     graph: OperatorGraph,
     device: Any,
     precisions: tuple[Precision, ...] | None,
@@ -214,6 +265,20 @@ def _group_of_launcher(device: Any) -> Iterator[None]:
         yield
     finally:
         distributed.destroy_process_group()
+
+
+def _is_first_to_write(path: str, device: Any) -> bool:
+    """Whether no lower rank of the group writes the same file: equal ranks write it once."""
+    import torch
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        return True
+    digest = hashlib.sha256(os.path.abspath(path).encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    found = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(found, mine)
+    return not any(torch.equal(mine, other) for other in found[: distributed.get_rank()])
 
 
 def _kind(text: str) -> tuple[ClusterKind, str]:

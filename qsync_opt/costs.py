@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from qsync_opt.calibration import HeldOutRun, largest_error
 from qsync_opt.errors import CostsError
 from qsync_opt.optimize.arrays import FloatArray, IntArray, freeze
 from qsync_opt.precision import HANDED_ON, Precision
@@ -193,12 +194,14 @@ class OptimizerCosts:
         step_s: with setting the gradients to None.
         spread: distance of the quartiles over the median.
         state_bytes: what it keeps between steps.
+        host_s: until the host had launched it; 0 on a CPU, and in files of early releases.
     """
 
     name: str
     step_s: float
     spread: float
     state_bytes: int
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,9 +233,11 @@ class StepCosts:
 
     Attributes:
         precision: of every operator that has it; others run at the nearest they have.
-        forward_s, backward_s: medians; the loss counts as forward.
+        forward_s, backward_s: medians; the loss counts as forward. On a GPU the device's own
+            times, with the host kept ahead of it.
         spread: distance of the quartiles over the median, of the whole.
-        host_s: until the host had launched everything; equals the whole on a CPU.
+        host_s: until the host had launched everything, which includes waiting for a GPU
+            that it is far ahead of; equals the whole on a CPU.
         peak_bytes: largest allocation over what was there before the step, parameters'
             gradients among it; 0 on a CPU.
         unused_bytes: what the allocator held at most without handing it out; 0 on a CPU.
@@ -299,6 +304,7 @@ class DeviceCosts:
         buckets: of the live DDP object, in launch order; empty where no model was given.
         all_reduce: None where no process group was given.
         steps: whole steps, for comparison; empty where no model was given.
+        held_out: plans that were predicted from these costs, and run; see `hosts.calibrate`.
         unavailable: reasons of missing entries.
         warnings: what to know before these numbers are believed.
         provenance: where and how.
@@ -317,6 +323,7 @@ class DeviceCosts:
     buckets: tuple[GradientBucket, ...] = ()
     all_reduce: AllReduceCosts | None = None
     steps: tuple[StepCosts, ...] = ()
+    held_out: tuple[HeldOutRun, ...] = ()
     unavailable: tuple[Unavailable, ...] = ()
     warnings: tuple[str, ...] = ()
     provenance: CostsProvenance
@@ -332,6 +339,11 @@ class DeviceCosts:
     def step_of(self) -> Mapping[Precision, StepCosts]:
         """Precision -> the step measured at it."""
         return MappingProxyType({step.precision: step for step in self.steps})
+
+    @property
+    def error(self) -> float | None:
+        """Relative error to expect of an iteration time: the largest of the plans held out."""
+        return largest_error(self.held_out)
 
     def handed_on(self, precision: Precision) -> Precision:
         """The dtype that an operator at a precision hands on here."""

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec import UNSET
 
+from qsync_opt.calibration import HeldOutRun
 from qsync_opt.costs import (
     AllReduceCosts,
     CostsProvenance,
@@ -26,6 +27,7 @@ from qsync_opt.costs_schema import (
     ElementTablesPart,
     FixedMemoryPart,
     GradientBucketPart,
+    HeldOutRunPart,
     OperatorTablesPart,
     OptimizerPart,
     StepPart,
@@ -68,6 +70,9 @@ def to_costs(document: CostsDocument) -> DeviceCosts:
             _plain(StepCosts, row, precision=_precision(row.precision, f"steps[{i}].precision"))
             for i, row in enumerate(document.steps)
         ),
+        held_out=()
+        if document.held_out is UNSET
+        else tuple(_plain(HeldOutRun, row) for row in document.held_out),
         unavailable=tuple(
             _plain(
                 Unavailable, row, precision=_precision(row.precision, f"unavailable[{i}].precision")
@@ -102,6 +107,7 @@ def from_costs(costs: DeviceCosts) -> CostsDocument:
         all_reduce=UNSET
         if costs.all_reduce is None
         else _part(AllReducePart, costs.all_reduce, **_lists(costs.all_reduce)),
+        held_out=[_part(HeldOutRunPart, row) for row in costs.held_out] or UNSET,
         operators=OperatorTablesPart(**_lists(costs.operators)),
         casts=ElementTablesPart(**_lists(costs.casts)),
     )

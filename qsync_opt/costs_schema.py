@@ -66,6 +66,7 @@ class OptimizerPart(Part, kw_only=True):
     step_s: float
     spread: float
     state_bytes: Whole
+    host_s: float = 0.0
 
 
 class FixedMemoryPart(Part, kw_only=True):
@@ -91,6 +92,16 @@ class StepPart(Part, kw_only=True):
     host_s: float
     peak_bytes: Whole
     unused_bytes: Whole
+
+
+class HeldOutRunPart(Part, kw_only=True):
+    """A plan that was predicted and run; see `calibration.HeldOutRun`."""
+
+    plan: str
+    ranks: Whole
+    predicted_s: float
+    measured_s: float
+    date: str
 
 
 class UnavailablePart(Part, kw_only=True):
@@ -130,6 +141,7 @@ class CostsDocument(Document, kw_only=True):
     memory: FixedMemoryPart
     buckets: list[GradientBucketPart]
     all_reduce: AllReducePart | UnsetType = UNSET
+    held_out: list[HeldOutRunPart] | UnsetType = UNSET  # files of earlier releases lack it
     operators: OperatorTablesPart
     casts: ElementTablesPart
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from qsync_opt import options
 from qsync_opt.commands import EXIT_PLAN, check_targets
 from qsync_opt.errors import CaptureError, ParameterError
 
@@ -16,6 +17,76 @@ if TYPE_CHECKING:
 
     from qsync_opt.graph import OperatorGraph
     from qsync_opt.perturbation import PerturbationTable
+
+#: The same list as in `measure.sensitivity`; a test compares them.
+INDICATORS = (
+    "variance",
+    "variance_published",
+    "measured",
+    "hessian",
+    "loss",
+    "divergence",
+    "random",
+)
+
+
+def add_commands(command: options.AddCommand) -> None:
+    """Add `capture` and `perturb` to the command line."""
+    sub = command("capture", run_capture, "record one training step of a model as a graph")
+    sub.add_argument("model", metavar="MODEL", help="Python file with build()")
+    sub.add_argument("--output", "-o", metavar="GRAPH", required=True, help="graph file to write")
+    sub.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an argument of build(), for example batch_size=32; can be repeated",
+    )
+    sub.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
+    )
+
+    sub = command(
+        "perturb",
+        run_perturb,
+        "what every operator at every precision adds to the variance of the gradient",
+    )
+    sub.add_argument("model", metavar="MODEL", help="Python file with build()")
+    sub.add_argument("graph", metavar="GRAPH", help="graph file captured from it")
+    sub.add_argument(
+        "--output", "-o", metavar="TABLE", required=True, help="perturbation file to write"
+    )
+    sub.add_argument(
+        "--method", choices=INDICATORS, default=INDICATORS[0], help="default: %(default)s"
+    )
+    sub.add_argument(
+        "--precisions",
+        type=options.words,
+        default=("fp32", "tf32", "bf16", "fp16", "fp8", "int8"),
+        metavar="A,B,...",
+        help="columns of the table; default: all",
+    )
+    sub.add_argument(
+        "--batches", type=int, default=1, metavar="N", help="mean over N; default: %(default)s"
+    )
+    sub.add_argument("--draws", type=int, metavar="N", help="random draws a batch")
+    sub.add_argument(
+        "--rounding",
+        choices=("nearest", "stochastic"),
+        default="nearest",
+        help="of 8-bit operands; default: %(default)s",
+    )
+    sub.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    sub.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an argument of build(), for example a smaller batch_size; default: as captured",
+    )
+    sub.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
+    )
 
 
 def run_capture(arguments: argparse.Namespace) -> int:

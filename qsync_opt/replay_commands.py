@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qsync_opt import options
 from qsync_opt.commands import EXIT_PLAN, check_targets
-from qsync_opt.errors import ParameterError
+from qsync_opt.measured_costs import add_measured_options, load_measured
 
 if TYPE_CHECKING:
     import argparse
@@ -13,11 +14,23 @@ if TYPE_CHECKING:
 
     from qsync_opt.optimize.problem import AllocationProblem
     from qsync_opt.simulate.replay import Replay
-    from qsync_opt.simulate.tasks import HostCosts
     from qsync_opt.simulate.trace import Difference
 
 #: Operators listed by `--against`.
 _LISTED = 15
+
+
+def add_commands(command: options.AddCommand) -> None:
+    """Add `replay` to the command line."""
+    sub = command("replay", run_replay, "what every rank does in a step, as table and trace")
+    sub.add_argument("problem", metavar="PROBLEM", help="problem file")
+    sub.add_argument("plan", metavar="PLAN", help="plan file")
+    sub.add_argument("--trace", metavar="FILE", help="write a Chrome trace (.json or .json.gz)")
+    sub.add_argument("--against", metavar="FILE", help="compare with a measured Chrome trace")
+    sub.add_argument(
+        "--rank", type=int, default=0, metavar="N", help="with --against; default: %(default)s"
+    )
+    add_measured_options(sub)
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
@@ -29,7 +42,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
     check_targets(arguments.trace)
     problem, plan = load_problem(arguments.problem), load_plan(arguments.plan)
-    replayed = replay(problem, plan, hosts=_hosts(problem, arguments))
+    replayed = replay(problem, plan, hosts=load_measured(problem, arguments)[1])
     differences: list[Difference] | None = None
     if arguments.against is not None:
         differences = compare_traces(problem, replayed, arguments.against, arguments.rank)
@@ -42,26 +55,6 @@ def run_replay(arguments: argparse.Namespace) -> int:
         if arguments.trace is not None:
             console.write(f"wrote {arguments.trace}")
     return EXIT_PLAN
-
-
-def _hosts(problem: AllocationProblem, arguments: argparse.Namespace) -> dict[str, HostCosts]:
-    """What the hosts take, from the costs files that are given."""
-    from qsync_opt.files import load_costs, load_graph
-    from qsync_opt.hosts import host_costs
-
-    if bool(arguments.kind) != (arguments.graph is not None):
-        given, missing = ("kind", "graph") if arguments.kind else ("graph", "kind")
-        raise ParameterError(missing, f"must be given with --{given}", None)
-    if arguments.graph is None:
-        return {}
-    graph = load_graph(arguments.graph)
-    hosts = {}
-    for text in arguments.kind:
-        name, sign, path = text.partition("=")
-        if not (name and sign and path):
-            raise ParameterError("kind", "must be NAME=COSTS", text)
-        hosts[name] = host_costs(graph, load_costs(path), problem.precisions)
-    return hosts
 
 
 def _rows(problem: AllocationProblem, replayed: Replay) -> list[dict[str, object]]:

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qsync_opt.commands import EXIT_INTERRUPTED, EXIT_PLAN
+from qsync_opt import options
+from qsync_opt.commands import EXIT_INTERRUPTED, EXIT_PLAN, check_targets
 from qsync_opt.errors import ParameterError
 from qsync_opt.precision import Precision
 
@@ -17,6 +18,109 @@ if TYPE_CHECKING:
 
     from qsync_opt.runtime.parameters import TrainParameters
     from qsync_opt.runtime.trainer import TrainProgress, TrainResult
+
+
+def add_commands(command: options.AddCommand) -> None:
+    """Add `train` to the command line."""
+    text = "train a model with a plan; under torchrun as one rank of a job"
+    sub = command("train", run_train, text)
+    sub.add_argument("model", metavar="MODEL", help="Python file with build()")
+    for name, text in (
+        ("plan", "plan file; without one the model is trained as it is"),
+        ("problem", "problem file of the plan, for its batch shares"),
+        ("graph", "graph file that the plan was made for"),
+    ):
+        sub.add_argument(f"--{name}", metavar=name.upper(), help=text)
+    ranks = sub.add_mutually_exclusive_group()
+    ranks.add_argument("--kind", metavar="NAME", help="device kind of this rank")
+    ranks.add_argument(
+        "--ranks",
+        metavar="KIND:COUNT[:threads=N][:mps=PERCENT],...",
+        help="start all ranks on this machine",
+    )
+    sub.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an argument of build()"
+    )
+    sub.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    sub.add_argument("--steps", type=int, required=True, metavar="N", help="steps in all")
+    sub.add_argument(
+        "--batch-size", type=int, metavar="N", help="of all ranks; default: build()'s times ranks"
+    )
+    for name, default, text in (
+        ("accumulation", 1, "micro-batches of a step"),
+        ("seed", 0, "seed of the random numbers"),
+        ("checkpoint-interval", 100, "steps between checkpoints; 0: at the end only"),
+        ("keep", 3, "newest checkpoints that are kept"),
+    ):
+        sub.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"{text}; default: {default}"
+        )
+    sub.add_argument("--optimizer", default="adamw", help="adamw (default), adam or sgd")
+    sub.add_argument(
+        "--learning-rate",
+        type=options.number,
+        default=1e-3,
+        metavar="X",
+        help="default: %(default)s",
+    )
+    sub.add_argument(
+        "--shares", metavar="KIND=X,...", help="of the batch, for one worker of each kind"
+    )
+    sub.add_argument(
+        "--rounding", choices=("nearest", "stochastic"), default="nearest", help="default: nearest"
+    )
+    rivals = sub.add_mutually_exclusive_group()
+    rivals.add_argument("--uniform", metavar="PRECISION", help="one precision instead of the plan")
+    rivals.add_argument("--autocast", metavar="bf16|fp16", help="torch.autocast, no plan")
+    sub.add_argument(
+        "--batch-sizing",
+        action="store_true",
+        help="choose shares by measured speed, so that ranks finish together",
+    )
+    sub.add_argument(
+        "--refine-interval",
+        type=int,
+        default=0,
+        metavar="N",
+        help="renew the plan every N steps; takes --plan, --problem and --graph; default: never",
+    )
+    sub.add_argument(
+        "--refine-samples",
+        type=int,
+        default=8,
+        metavar="N",
+        help="of a rank, most that its indicator is gathered on; default: %(default)s",
+    )
+    sub.add_argument(
+        "--communication",
+        metavar="WORD",
+        help="what ranks send: gradients in fp32 (default), bf16, fp16, or bits such as g8, g4,"
+        " g4e; w8g8 shards the weights and sends them in 8 bits too",
+    )
+    sub.add_argument(
+        "--trace", metavar="FILE", help="write some steps as a Chrome trace (.json or .json.gz)"
+    )
+    sub.add_argument("--trace-steps", type=int, default=3, metavar="N", help="default: %(default)s")
+    sub.add_argument(
+        "--emulate", action="store_true", help="run precisions that the device lacks all the same"
+    )
+    sub.add_argument(
+        "--timeout",
+        type=options.number,
+        default=600.0,
+        metavar="S",
+        help="how long a rank may keep the others waiting; default: %(default)s",
+    )
+    sub.add_argument(
+        "--output",
+        "-o",
+        metavar="FOLDER",
+        default="train-output",
+        help="checkpoints and metrics; what is there is gone on from; default: %(default)s",
+    )
+    sub.add_argument(
+        "--no-resume", action="store_true", help="refuse a folder that holds checkpoints"
+    )
 
 
 def run_train(arguments: argparse.Namespace) -> int:
@@ -31,6 +135,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     from qsync_opt.measure.model_file import load_batches, load_model, parse_sizes
     from qsync_opt.runtime.trainer import TrainStatus, train
 
+    check_targets(arguments.trace)
     device = _device(arguments.device)
     plan = None if arguments.plan is None else load_plan(arguments.plan)
     problem = None if arguments.problem is None else load_problem(arguments.problem)
@@ -122,6 +227,12 @@ def _parameters(arguments: argparse.Namespace) -> TrainParameters:
         resume=not arguments.no_resume,
         uniform=_precision("uniform", arguments.uniform),
         autocast=_precision("autocast", arguments.autocast),
+        batch_sizing=arguments.batch_sizing,
+        refine_interval=arguments.refine_interval,
+        refine_samples=arguments.refine_samples,
+        communication=arguments.communication,
+        trace=None if arguments.trace is None else Path(arguments.trace),
+        trace_steps=arguments.trace_steps,
         emulate=arguments.emulate,
         timeout_s=arguments.timeout,
     )
@@ -167,6 +278,10 @@ def _summary(result: TrainResult, folder: str | None) -> dict[str, object]:
         "loss": result.metrics[-1].loss if result.metrics else None,
         "median_step_s": steady[len(steady) // 2] if steady else None,
         "skipped": sum(row.skipped for row in result.metrics),
+        "samples": list(result.samples),
+        "refinements": [
+            {"step": row.step, "told": row.refinement} for row in result.metrics if row.refinement
+        ],
         "checkpoint_step": result.checkpoint_step,
         "folder": folder,
     }
@@ -183,6 +298,9 @@ def _lines(result: TrainResult, folder: str | None) -> list[str]:
             f" {console.seconds(facts['median_step_s'])}"  # type: ignore[arg-type]
             f" (median), {facts['skipped']} skipped"
         )
+    if len(set(result.samples)) > 1:
+        lines.append(f"samples of the ranks: {', '.join(map(str, result.samples))}")
+    lines += [f"step {row.step}: {row.refinement}" for row in result.metrics if row.refinement]
     if folder is not None:
         lines.append(f"checkpoints and metrics are in {folder}")
     return lines

@@ -114,7 +114,8 @@ def _run_step(
             raise _failure("backward", error) from error
         finally:
             autograd.close()
-    if sequence_number() != before:
+    # On a GPU the backward has a thread, and with it a count of nodes, of its own.
+    if recorder.recomputes or sequence_number() != before:
         raise recomputation("a part of the model")
     if device.type == "cuda":
         torch.cuda.synchronize(device)

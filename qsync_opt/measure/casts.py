@@ -42,13 +42,13 @@ def measure_elements(
         if source is target:
             return 0.0
         tensor, dtype = tensors[source], DTYPES[target]
-        return clock.time(lambda: tensor.to(dtype)).time_s
+        return clock.time(lambda: tensor.to(dtype), warm=[tensor]).time_s
 
     casts = [[cast_s(source, target) for target in HANDED_ON] for source in HANDED_ON]
     additions = [_addition_s(clock, tensors.get(dtype)) for dtype in HANDED_ON]
     full = tensors[Precision.FP32]
     copy = torch.empty_like(full)
-    return casts, additions, clock.time(lambda: copy.copy_(full)).time_s
+    return casts, additions, clock.time(lambda: copy.copy_(full), warm=[full]).time_s
 
 
 def _addition_s(clock: Clock, tensor: torch.Tensor | None) -> float:
@@ -56,4 +56,4 @@ def _addition_s(clock: Clock, tensor: torch.Tensor | None) -> float:
     if tensor is None:
         return math.nan
     total = torch.zeros_like(tensor)
-    return clock.time(lambda: total.add_(tensor)).time_s
+    return clock.time(lambda: total.add_(tensor), warm=[tensor]).time_s

@@ -2,7 +2,9 @@
 
 On a GPU a call returns when it is launched, so two times are taken: the device's, between two
 events, and the host's. So that a slow launch does not show in the device's time, the device is
-first kept busy until everything is launched.
+first kept busy until everything is launched. A step runs many other operators between two runs
+of one, so the L2 cache is overwritten before each run, and then only what the step has just
+written is put back into it (`warm`).
 """
 
 from __future__ import annotations
@@ -12,11 +14,32 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 #: Cycles of `torch.cuda._sleep` in a second, more than any GPU's clock has.
 _CYCLES_PER_S = 2.5e9
+
+#: The device is kept busy at least and at most so long before what is timed.
+_LEAST_BUSY_S, _MOST_BUSY_S = 1e-4, 0.1
+
+#: How much longer the device is kept busy than the host took to launch as much before.
+_HEAD_START = 1.5
+
+#: Overwriting this many times the L2 cache leaves nothing of what was in it.
+_FLUSHED = 2
+
+#: Times nearer to each other than this do not tell a busy device from a quiet one: events have
+#: a resolution of about 0.5 us (documentation of cudaEventElapsedTime).
+_EVENT_RESOLUTION_S = 1e-6
+
+#: Tiny kernels in a row, and rounds, from which the cost of the events themselves is told.
+_TINY, _TINY_ROUNDS = 20, 15
+
+#: Samples of a call that takes longer than a second all together.
+_LEAST_SAMPLES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +102,16 @@ class Clock:
         self._is_cuda = device.type == "cuda"
         self._held: list[object] = []
         self._held_results = 0
+        self._gpu: _GpuLane | None = None
 
-    def time(self, call: Callable[[], object], *, results: int = 0) -> Timing:
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the GPU's L2 cache; 0 on a CPU, whose caches are left alone."""
+        return self._lane().cache_bytes if self._is_cuda else 0
+
+    def time(
+        self, call: Callable[[], object], *, results: int = 0, warm: Sequence[Tensor] = ()
+    ) -> Timing:
         """Time a call; the best of several tries where the device seems busy.
 
         Args:
@@ -88,6 +119,8 @@ class Clock:
             results: how many results to hold before they are let go together. A step keeps
                 what its forward makes, so that every call there gets memory that the system
                 hands out anew; on a CPU that takes time. 0: each result is dropped at once.
+            warm: what the step has just written when the call begins, the newest last. On a
+                GPU it is in the L2 cache then, and nothing else is.
         """
         self._held_results = results
         for _ in range(self.effort.warm_up):
@@ -95,17 +128,27 @@ class Clock:
         self.synchronize()
         begin = self.timer()
         call()
+        host_s = self.timer() - begin
         self.synchronize()
         once_s = max(self.timer() - begin, 1e-7)
-        most = self.effort.most_calls if not results else min(self.effort.most_calls, results)
+        most = self.effort.most_calls
+        if results and not self._is_cuda:
+            most = min(most, results)
         calls = min(most, max(1, math.ceil(self.effort.sample_s / once_s)))
         self._held.clear()
         best: Timing | None = None
         for attempt in range(self.effort.retries + 1):
-            found = self._sample(call, calls, self.effort.budget_s * 2**attempt)
+            budget_s = self.effort.budget_s * 2**attempt
+            if self._is_cuda:
+                found = self._on_gpu(call, calls, budget_s, once_s, host_s, warm)
+            else:
+                found = self._on_cpu(call, calls, budget_s)
             if best is None or found.spread < best.spread:
                 best = found
-            if best.spread <= self.effort.largest_spread:
+            distance_s = best.spread * best.time_s
+            if best.spread <= self.effort.largest_spread or (
+                self._is_cuda and distance_s <= _EVENT_RESOLUTION_S
+            ):
                 break
         self._held.clear()
         return best  # type: ignore[return-value]  # the loop runs at least once
@@ -115,20 +158,14 @@ class Clock:
         if self._is_cuda:
             torch.cuda.synchronize(self.device)
 
-    def _sample(self, call: Callable[[], object], calls: int, budget_s: float) -> Timing:
-        take = self._on_gpu if self._is_cuda else self._on_cpu
+    def _on_cpu(self, call: Callable[[], object], calls: int, budget_s: float) -> Timing:
         times: list[float] = []
-        hosts: list[float] = []
         end = time.perf_counter() + budget_s
-        host_s = 0.0
         while len(times) < self.effort.samples or time.perf_counter() < end:
-            seconds, host_s = take(call, calls, host_s)
-            times.append(seconds)
-            hosts.append(host_s)
-        host = statistics.median(hosts) if self._is_cuda else 0.0
-        return Timing(time_s=statistics.median(times), spread=spread_of(times), host_s=host)
+            times.append(self._once_on_cpu(call, calls))
+        return Timing(time_s=statistics.median(times), spread=spread_of(times))
 
-    def _on_cpu(self, call: Callable[[], object], calls: int, _: float) -> tuple[float, float]:
+    def _once_on_cpu(self, call: Callable[[], object], calls: int) -> float:
         held = self._held
         if len(held) + calls > self._held_results:
             held.clear()
@@ -138,21 +175,130 @@ class Clock:
         seconds = (self.timer() - begin) / calls
         if not self._held_results:
             held.clear()
-        return seconds, 0.0
+        return seconds
 
-    def _on_gpu(self, call: Callable[[], object], calls: int, host_s: float) -> tuple[float, float]:
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        busy_s = 1e-4 + 1.5 * calls * host_s
-        torch.cuda._sleep(int(busy_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
-        start.record()
-        begin = self.timer()
-        for _ in range(calls):
+    def _on_gpu(
+        self,
+        call: Callable[[], object],
+        calls: int,
+        budget_s: float,
+        once_s: float,
+        host_s: float,
+        warm: Sequence[Tensor],
+    ) -> Timing:
+        lane = self._lane()
+        bits = [_words(tensor) for tensor in warm]
+        samples = min(self.effort.samples, max(_LEAST_SAMPLES, math.ceil(1.0 / once_s)))
+        times: list[float] = []
+        hosts: list[float] = []
+        end = time.perf_counter() + budget_s
+        while len(times) < samples or time.perf_counter() < end:
+            seconds, host_s, launched = lane.take(call, calls, host_s, bits, self.timer)
+            times += seconds
+            hosts += launched
+        return Timing(
+            time_s=statistics.median(times),
+            spread=spread_of(times),
+            host_s=statistics.median(hosts),
+        )
+
+    def _lane(self) -> _GpuLane:
+        if self._gpu is None:
+            self._gpu = _GpuLane(self.device)
+        return self._gpu
+
+
+class _GpuLane:
+    """The current stream of a GPU, on which calls are timed one by one."""
+
+    def __init__(self, device: torch.device) -> None:
+        properties: Any = torch.cuda.get_device_properties(device)
+        self._device = device
+        self.cache_bytes = int(properties.L2_cache_size)
+        self._junk = torch.empty(
+            max(1, _FLUSHED * self.cache_bytes // 4), dtype=torch.int32, device=device
+        )
+        self._events_s = 0.0
+        self._events_s = self._cost_of_events()
+
+    def take(
+        self,
+        call: Callable[[], object],
+        calls: int,
+        host_s: float,
+        warm: Sequence[Tensor],
+        timer: Callable[[], float],
+    ) -> tuple[list[float], float, list[float]]:
+        """Run a call some times.
+
+        Args:
+            call: what to time.
+            calls: how often.
+            host_s: what the host takes for one, about.
+            warm: as in `Clock.time`, as words.
+            timer: gives the host's seconds.
+
+        Returns:
+            The device's seconds of each call, the host's for one with all around it, and the
+            host's of each call.
+        """
+        marks = [(_event(), _event()) for _ in range(calls)]
+        hosts = []
+        keep_busy(_HEAD_START * calls * host_s, self._device)
+        begin = timer()
+        for start, end in marks:
+            self._junk.zero_()
+            for tensor in warm:
+                tensor.bitwise_or_(0)  # writes what is there, as its producer did
+            start.record()
+            before = timer()
             call()
-        launched_s = self.timer() - begin
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / calls, launched_s / calls
+            hosts.append(timer() - before)
+            end.record()
+        around_s = (timer() - begin) / calls
+        marks[-1][1].synchronize()
+        times = [max(0.0, start.elapsed_time(end) / 1e3 - self._events_s) for start, end in marks]
+        return times, around_s, hosts
+
+    def _cost_of_events(self) -> float:
+        """What two events around a kernel add to its time in a row of kernels."""
+        tiny = torch.zeros(1, device=self._device)
+
+        def seconds(kernels: int) -> float:
+            found = []
+            for _ in range(_TINY_ROUNDS):
+                start, end = _event(), _event()
+                keep_busy(1e-3, self._device)
+                start.record()
+                for _ in range(kernels):
+                    tiny.add_(1)
+                end.record()
+                end.synchronize()
+                found.append(float(start.elapsed_time(end)) / 1e3)
+            return statistics.median(found)
+
+        seconds(_TINY)  # the first launch loads the kernel
+        one_s, row_s = seconds(1), seconds(_TINY)
+        return max(0.0, one_s - (row_s - one_s) / (_TINY - 1))
+
+
+def keep_busy(seconds: float, device: torch.device) -> None:
+    """Let a GPU wait, so that the host gets ahead of it by some seconds (at most 0.1)."""
+    busy_s = min(_LEAST_BUSY_S + seconds, _MOST_BUSY_S)
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(busy_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
+
+
+def _event() -> Any:
+    event: Any = torch.cuda.Event  # torch leaves it without annotations
+    return event(enable_timing=True)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The storage of a tensor as whole numbers that autograd knows nothing of."""
+    storage = tensor.untyped_storage()
+    words = torch.empty(0, dtype=torch.int32, device=tensor.device)
+    return words.set_(storage, 0, (storage.nbytes() // 4,), (1,))
 
 
 def spread_of(times: Sequence[float]) -> float:

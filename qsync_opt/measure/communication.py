@@ -26,6 +26,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.costs import AllReduceCosts, GradientBucket
+from qsync_opt.errors import ParameterError
 from qsync_opt.measure.clock import spread_of
 from qsync_opt.measure.step import Loss, call_model, loss_of, split_batch
 
@@ -75,8 +76,10 @@ def read_buckets(
                 parameters = tuple(names[id(parameter)] for parameter in bucket.parameters())
                 size = bucket.buffer().numel() * bucket.buffer().element_size()
                 found.append(GradientBucket(size_bytes=size, parameters=parameters))
-            done: torch.futures.Future[Tensor] = torch.futures.Future()
-            done.set_result(bucket.buffer())
+            gradients = bucket.buffer()
+            devices: Any = [gradients.device] if gradients.is_cuda else None
+            done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+            done.set_result(gradients)
             return done
 
         hook.__annotations__ = {"bucket": GradBucket}  # DDP takes no text for it
@@ -130,7 +133,14 @@ def measure_local_all_reduce(
         size_bytes: sizes to measure.
         ranks: how many processes.
         device_type: `cpu` for gloo, `cuda` for NCCL with one GPU for each rank.
+
+    Raises:
+        ParameterError: there are fewer GPUs than ranks.
     """
+    if device_type == "cuda" and ranks > torch.cuda.device_count():
+        rule = f"must be at most {torch.cuda.device_count()}, the GPUs here"
+        remedy = "NCCL takes one GPU for each rank; measure on the machines of the job, by torchrun"
+        raise ParameterError("ranks", rule, ranks, remedy)
     with tempfile.TemporaryDirectory() as folder:
         spawn(  # type: ignore[no-untyped-call]
             _local_rank, args=(list(size_bytes), ranks, device_type, folder), nprocs=ranks

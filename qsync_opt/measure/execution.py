@@ -6,6 +6,7 @@ through `runtime.calls`, everything else as it is, in the dtype that it would ge
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,26 @@ class Execution:
         self.outputs: list[Tensor] = []
         self._roots: list[Tensor] = []
         self._gradients: list[Tensor] = []
+
+    def just_written(self, cache_bytes: int, *, casts: bool = True) -> list[Tensor]:
+        """What a step has written shortly before the forward, the newest last.
+
+        These are inputs after whose producer the step wrote less than `cache_bytes`.
+
+        Args:
+            cache_bytes: size of the device's cache; nothing is in one of 0 bytes.
+            casts: with the casts that were made of the inputs.
+        """
+        recent = recent_inputs(self.graph, self.operator, cache_bytes, self._activation_dtype)
+        if not recent:
+            return []
+        made = self._session.cache.latest if casts else ()
+        return [*(self.operands[number] for number in recent), *made]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Of the outputs: what a step has written just before the backward."""
+        return self._gradients
 
     def forward(self) -> Any:
         """Run the call once; its casts of inputs are made the first time only."""
@@ -169,6 +190,31 @@ class Execution:
                     reader = graph.signature_of(consumer).operands[place]
             found.append(reader)
         return found
+
+
+def recent_inputs(
+    graph: OperatorGraph, operator: int, cache_bytes: int, dtype: torch.dtype
+) -> list[int]:
+    """Which inputs of an operator are still in a cache, by their place, the newest last.
+
+    Args:
+        graph: the graph.
+        operator: index.
+        cache_bytes: what was written longer ago than this many bytes is not in the cache.
+        dtype: of float activations.
+    """
+    inputs = graph.operators[operator].inputs
+    found: list[int] = []
+    written_bytes = 0
+    for earlier in range(operator - 1, -1, -1):
+        if written_bytes >= cache_bytes:
+            break
+        for tensor in graph.operators[earlier].outputs:
+            found += [place for place, index in enumerate(inputs) if index == tensor]
+            row = graph.tensors[tensor]
+            width = dtype.itemsize if row.dtype == "float32" else 0
+            written_bytes += math.prod(row.shape) * width if width else row.size_bytes
+    return found[::-1]
 
 
 def handed(leaf: Tensor) -> Tensor:

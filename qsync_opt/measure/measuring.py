@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed, nn
 
-from qsync_opt import __version__
 from qsync_opt.costs import (
     AS_DTYPE,
     LARGEST_SPREAD,
     AllReduceCosts,
-    CostsProvenance,
     DeviceCosts,
     ElementCosts,
     GradientBucket,
@@ -37,6 +32,7 @@ from qsync_opt.measure.communication import measure_all_reduce, read_buckets, si
 from qsync_opt.measure.memory import CUDA_ROUNDING_BYTES, fixed_memory
 from qsync_opt.measure.notebook import Notebook, Refusal
 from qsync_opt.measure.operators import OperatorMeasurement, OperatorMeter
+from qsync_opt.measure.provenance import provenance_of
 from qsync_opt.measure.step import Loss
 from qsync_opt.measure.uniform import (
     converted,
@@ -187,7 +183,7 @@ class _Measurement:
         unit = CUDA_ROUNDING_BYTES if self._device.type == "cuda" else 1
         self._tell("optimizer")
         made = self._noted(
-            "optimizer",
+            "optimizer with host",
             lambda: _optimizer_list(
                 measure_optimizer(self._graph, self._optimizer, self._clock, unit)
             ),
@@ -200,7 +196,11 @@ class _Measurement:
             operators=operators,
             casts=casts,
             optimizer=OptimizerCosts(
-                name=self._optimizer, step_s=made[0], spread=made[1], state_bytes=int(made[2])
+                name=self._optimizer,
+                step_s=made[0],
+                spread=made[1],
+                state_bytes=int(made[2]),
+                host_s=made[3],
             ),
             memory=fixed_memory(self._graph, self._device),
             buckets=buckets,
@@ -208,7 +208,7 @@ class _Measurement:
             steps=steps,
             unavailable=tuple(self._unavailable),
             warnings=tuple(self._warnings),
-            provenance=_provenance(self._graph, self._device),
+            provenance=provenance_of(self._graph, self._device),
         )
 
     # Operators
@@ -396,7 +396,7 @@ def measurement_key(
     graph: OperatorGraph, device: torch.device, precisions: Iterable[Precision], optimizer: str
 ) -> str:
     """What must agree for a measurement to go on where another was interrupted."""
-    row = _provenance(graph, device)
+    row = provenance_of(graph, device)
     parts = (graph.sha256, row.device, row.threads, row.share, row.driver, row.versions["torch"])
     return " ".join(map(str, (*parts, *precisions, optimizer)))
 
@@ -426,37 +426,4 @@ def _is_disturbed(row: OperatorMeasurement, total_s: float) -> bool:
 
 
 def _optimizer_list(costs: OptimizerCosts) -> list[float]:
-    return [costs.step_s, costs.spread, float(costs.state_bytes)]
-
-
-def _provenance(graph: OperatorGraph, device: torch.device) -> CostsProvenance:
-    cuda = device.type == "cuda"
-    versions = {
-        "python": platform.python_version(),
-        "qsync_opt": __version__,
-        "torch": str(torch.__version__),
-    }
-    driver = ""
-    if cuda:
-        versions["cuda"] = str(torch.version.cuda)
-        driver = str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]  # CUDA builds
-    share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100") if cuda else "100"
-    return CostsProvenance(
-        device_type=device.type,
-        device=torch.cuda.get_device_name(device) if cuda else processor_name(),
-        threads=0 if cuda else torch.get_num_threads(),
-        share=int(float(share)),
-        driver=driver,
-        versions=versions,
-        batch=dict(graph.provenance.batch),
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )
-
-
-def processor_name() -> str:
-    """The name of the processor, or its architecture where the system does not tell."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return [costs.step_s, costs.spread, float(costs.state_bytes), costs.host_s]

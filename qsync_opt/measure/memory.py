@@ -6,6 +6,7 @@ low-level operations hand out are counted, which misses what an operation uses i
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,18 +45,25 @@ class MemoryUse:
 def metered(device: torch.device) -> Iterator[MemoryUse]:
     """Count what is allocated inside; the numbers are there when the context ends."""
     use = MemoryUse()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        yield use
-        torch.cuda.synchronize(device)
-        use.peak_bytes = torch.cuda.max_memory_allocated(device) - before
-        use.left_bytes = torch.cuda.memory_allocated(device) - before
-    else:
-        with _StorageMode() as mode:
+    # Tensors in garbage that is cyclic would be freed at any moment in between.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
             yield use
-        use.peak_bytes, use.left_bytes = mode.peak_bytes, mode.live_bytes
+            torch.cuda.synchronize(device)
+            use.peak_bytes = torch.cuda.max_memory_allocated(device) - before
+            use.left_bytes = torch.cuda.memory_allocated(device) - before
+        else:
+            with _StorageMode() as mode:
+                yield use
+            use.peak_bytes, use.left_bytes = mode.peak_bytes, mode.live_bytes
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _StorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -146,21 +154,32 @@ def rounded(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def tensor_bytes(state: Mapping[Any, Any], unit: int) -> int:
-    """Bytes of the tensors in an optimizer's state, each rounded up."""
+def tensor_bytes(state: Mapping[Any, Any], unit: int, device_type: str) -> int:
+    """Bytes of the tensors in an optimizer's state, each rounded up.
+
+    Args:
+        state: of the optimizer.
+        unit: what the device's allocator rounds up to.
+        device_type: tensors elsewhere, such as counters of steps on the host, do not count.
+    """
     tensors = [t for row in state.values() for t in tensors_in(row)]
-    return sum(rounded(t.numel() * t.element_size(), unit) for t in tensors)
+    there = [t for t in tensors if t.device.type == device_type]
+    return sum(rounded(t.numel() * t.element_size(), unit) for t in there)
 
 
 def _workspace_bytes(device: torch.device) -> int:
-    """What the matrix libraries keep allocated from their first product on."""
+    """What the matrix libraries keep allocated from their first product on.
+
+    There is one workspace for each thread: the one that runs the forward, and autograd's.
+    """
     torch.cuda.synchronize(device)
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated(device)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.float16):
         square = torch.ones(_SMALL_PRODUCT, _SMALL_PRODUCT, device=device, dtype=dtype)
-        torch.mm(square, square)
-        del square
+        product = torch.mm(square.requires_grad_(), square)
+        torch.autograd.grad(product, square, product.detach())
+        del square, product
     torch.cuda.synchronize(device)
     return max(0, torch.cuda.memory_allocated(device) - before)
 

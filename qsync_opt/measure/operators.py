@@ -92,14 +92,17 @@ class OperatorMeter:
         execution = Execution(self._graph, operator, precision, device)
         made_bytes = _bytes_of(execution.forward())
         held = max(1, self._kept_bytes // max(made_bytes, 1))
-        forward = self._clock.time(execution.forward, results=min(held, _MOST_HELD))
+        forward = self._clock.time(
+            execution.forward,
+            results=min(held, _MOST_HELD),
+            warm=execution.just_written(self._clock.cache_bytes),
+        )
         # What was overwritten in place has no backward any more.
         execution = Execution(self._graph, operator, precision, device)
         backward = _NO_TIME
         if execution.prepare_backward():
-            backward = self._in_step(
-                self._clock.time(execution.backward), len(execution.parameters)
-            )
+            timing = self._clock.time(execution.backward, warm=execution.gradients)
+            backward = self._in_step(timing, len(execution.parameters))
         del execution
         memory = self._memory(operator, precision)
         return OperatorMeasurement(
@@ -161,7 +164,8 @@ class OperatorMeter:
                 return [make() for make in makers]
 
         held = max(1, self._kept_bytes // max(_bytes_of(cast()), 1))
-        return self._clock.time(cast, results=min(held, _MOST_HELD)).time_s
+        warm = execution.just_written(self._clock.cache_bytes, casts=False)
+        return self._clock.time(cast, results=min(held, _MOST_HELD), warm=warm).time_s
 
     def _shares_cast(self, operator: int, precision: Precision) -> bool:
         """Whether the operator casts its input through the cache where it has to cast it."""

@@ -63,6 +63,7 @@ class Recorder:
         self.outside = Work()
         self.backward: dict[tuple[str, int | None, bool], BackwardWork] = {}
         self.to_open: set[str] = set()
+        self.recomputes = False
         self.phase = Phase.IDLE
         self.current: int | None = None
         self.paused = False
@@ -280,6 +281,8 @@ class Recorder:
         """Run a low-level operation and note its time, and what it does."""
         if self.paused or self.phase is Phase.IDLE:
             return operation(*args, **kwargs)
+        if self.phase is Phase.BACKWARD and torch.is_grad_enabled():
+            self.recomputes = True  # a graph is made, and backward alone makes none
         start = self._mark()
         result = operation(*args, **kwargs)
         end = self._mark()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -43,18 +44,40 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """The model's output for the inputs.
+class CallForm(Enum):
+    """How inputs are handed over to a model."""
+
+    NAMED = "as keyword arguments"
+    POSITIONAL = "as positional arguments"
+    WHOLE = "as one argument"
+
+
+def call_form(model: nn.Module, inputs: Any) -> CallForm:
+    """How a model takes inputs.
 
     A mapping becomes keyword arguments and a tuple positional ones where the signature of
     forward takes them; else they are handed over whole.
     """
     if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs):
         if _binds(model, (), inputs):
-            return model(**inputs)
+            return CallForm.NAMED
     elif isinstance(inputs, tuple) and _binds(model, inputs, {}):
+        return CallForm.POSITIONAL
+    return CallForm.WHOLE
+
+
+def call_as(form: CallForm, model: Callable[..., Any], inputs: Any) -> Any:
+    """The model's output for the inputs, handed over in a form."""
+    if form is CallForm.NAMED:
+        return model(**inputs)
+    if form is CallForm.POSITIONAL:
         return model(*inputs)
     return model(inputs)
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """The model's output for the inputs, handed over as `call_form` says."""
+    return call_as(call_form(model, inputs), model, inputs)
 
 
 def _binds(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from qsync_opt.costs import OptimizerCosts, StepCosts
 from qsync_opt.errors import ParameterError
 from qsync_opt.graph import OperatorGraph
-from qsync_opt.measure.clock import Clock, spread_of
+from qsync_opt.measure.clock import Clock, keep_busy, spread_of
 from qsync_opt.measure.memory import tensor_bytes
 from qsync_opt.measure.step import Loss, call_model, loss_of, split_batch
 from qsync_opt.precision import Precision
@@ -32,7 +33,24 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 _STEPS, _WARM_UP, _LEAST_S = 7, 3, 0.3
 _MOST_STEPS = 50
 
-Step = Callable[[], "tuple[float, float, float]"]
+#: Fewer steps than `_STEPS` will do where one takes longer than this.
+_LONG_S, _FEW_STEPS = 0.3, 3
+
+#: How much longer a GPU waits than the host took to launch a step before.
+_HEAD_START = 1.2
+
+
+class Step(Protocol):
+    """One step of a model: seconds of forward and backward, and the host's."""
+
+    def __call__(self, ahead_s: float = 0.0) -> tuple[float, float, float]:
+        """Run it.
+
+        Args:
+            ahead_s: keep a GPU busy so long before the step, so that the host, if it takes no
+                longer than this, is ahead of it all the time. The seconds are the device's own
+                then; without it a GPU also waits for the host. Nothing on a CPU.
+        """
 
 
 def uniform_plan(
@@ -81,15 +99,17 @@ def run_loss(model: nn.Module, inputs: Any, target: Any, loss: Loss | None) -> t
 
 
 def step_of(model: nn.Module, batch: Any, loss: Loss | None, clock: Clock) -> Step:
-    """One step, as a function that gives the seconds of forward and backward, and the host's."""
+    """One step of a model on the device of a clock; gradients are set to None first."""
     inputs, target = split_batch(batch, loss)
     is_cuda = clock.device.type == "cuda"
 
-    def run() -> tuple[float, float, float]:
+    def run(ahead_s: float = 0.0) -> tuple[float, float, float]:
         for parameter in model.parameters():
             parameter.grad = None
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if is_cuda else []  # type: ignore[no-untyped-call]
         clock.synchronize()
+        if is_cuda and ahead_s > 0:
+            keep_busy(ahead_s, clock.device)
         begin = clock.timer()
         if is_cuda:
             marks[0].record()
@@ -112,10 +132,18 @@ def step_of(model: nn.Module, batch: Any, loss: Loss | None, clock: Clock) -> St
     return run
 
 
+def warmed_up(step: Step) -> float:
+    """Run a step some times; the seconds that the host should be ahead of a GPU with it."""
+    hosts = [step()[2] for _ in range(_WARM_UP)]
+    return _HEAD_START * min(hosts[1:])
+
+
 def measure_step(
     step: Step, precision: Precision, device: torch.device, *, least_s: float = _LEAST_S
 ) -> StepCosts:
     """Time steps, after some that warm the device up.
+
+    On a GPU the host is kept ahead, so that forward and backward are the device's own times.
 
     Args:
         step: see `step_of`.
@@ -125,20 +153,24 @@ def measure_step(
     """
     is_cuda = device.type == "cuda"
     if is_cuda:
-        torch.cuda.empty_cache()  # what others left behind is not this step's
-    for _ in range(_WARM_UP):
-        step()
+        gc.collect()  # what others left behind is not this step's
+        torch.cuda.empty_cache()
+    ahead_s = warmed_up(step)
     if is_cuda:
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
     rows: list[tuple[float, float, float]] = []
     end = time.perf_counter() + least_s
-    while len(rows) < _STEPS or (time.perf_counter() < end and len(rows) < _MOST_STEPS):
-        rows.append(step())
+    needed = _STEPS
+    while len(rows) < needed or (time.perf_counter() < end and len(rows) < _MOST_STEPS):
+        rows.append(step(ahead_s))
+        needed = _FEW_STEPS if sum(rows[0]) > _LONG_S else _STEPS
     forward_s, backward_s, host_s = (
         statistics.median(column) for column in zip(*rows, strict=True)
     )
+    if is_cuda:  # what was launched while the device was made to wait may have waited too
+        host_s = ahead_s / _HEAD_START
     peak = unused = 0
     if is_cuda:
         most = torch.cuda.max_memory_allocated(device)
@@ -184,5 +216,6 @@ def measure_optimizer(graph: OperatorGraph, name: str, clock: Clock, unit: int) 
         name=name,
         step_s=timing.time_s,
         spread=timing.spread,
-        state_bytes=tensor_bytes(optimizer.state, unit),
+        state_bytes=tensor_bytes(optimizer.state, unit, clock.device.type),
+        host_s=timing.host_s,
     )

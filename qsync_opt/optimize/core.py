@@ -173,6 +173,7 @@ class _Items:
         if len(lagrangian.points):
             at = np.flatnonzero(lagrangian.points[place] == operator)
             np.add.at(use, (item[at], rows + place[at]), graph.transient[operator[at], option[at]])
+        self._add_cuts(use, base)
         kept = np.zeros((count, len(lagrangian.points) + 1))
         for table, scope in lagrangian.scoped_tables():
             item, line = self._pairs(scope, np.arange(len(scope)))
@@ -192,6 +193,25 @@ class _Items:
                 )
         use[:, rows:] += np.cumsum(kept[:, :-1], axis=1)
         return objective, use
+
+    def _add_cuts(self, use: FloatArray, base: IntArray) -> None:
+        """What every item adds to each cut, by the cells of the elimination."""
+        lagrangian, columns = self._lagrangian, self._lagrangian.graph.columns
+        if not len(lagrangian.cut_cells):
+            return
+        variables = np.arange(len(lagrangian.graph.allowed))
+        item, variable = self._pairs(variables[:, None], variables)
+        found = [(item, 1 + variable * columns + self._option(item, variable, base))]
+        for table, scope in lagrangian.scoped_tables():
+            if table.arity > 1:  # others are in the cells of their variable
+                item, line = self._pairs(scope, np.arange(len(scope)))
+                entry = np.zeros(len(item), dtype=np.int64)
+                for position in range(table.arity):
+                    entry = entry * columns + self._option(item, scope[line, position], base)
+                found.append((item, lagrangian.first_cells(table)[line] + entry))
+        item, cell = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        for row, seconds in enumerate(lagrangian.cut_cells, start=len(lagrangian.first)):
+            use[:, row] += np.bincount(item, weights=seconds[cell], minlength=len(use))
 
     def _pairs(self, scope: IntArray, label: IntArray) -> tuple[IntArray, IntArray]:
         """Every (item, label of a table) where the table is in the item's component."""

@@ -30,6 +30,7 @@ import numpy as np
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
 from qsync_opt.optimize.branching import split_options
 from qsync_opt.optimize.core import Core, find_core
+from qsync_opt.optimize.cuts import TimeCut
 from qsync_opt.optimize.evaluate import allowed_columns
 from qsync_opt.optimize.factors import FactorGraph
 from qsync_opt.optimize.incumbent import Incumbent
@@ -116,6 +117,7 @@ class KindSolver:
         report: called with (phase, objective, bound) as the work goes on.
         plain: give the whole program to the back end at once.
         interrupter: makes the back end stop soon.
+        cuts: paths that must not be longer than the iteration time either (`cuts.TimeCut`).
     """
 
     def __init__(
@@ -132,9 +134,13 @@ class KindSolver:
         report: Callable[[str, float | None, float | None], None],
         plain: bool = False,
         interrupter: Interrupter | None = None,
+        cuts: Sequence[TimeCut] = (),
     ) -> None:
         self._deadline_s = deadline_s
-        self._incumbent = Incumbent(problem=problem, device=device, deadline_s=deadline_s)
+        self._cuts = tuple(cuts)
+        self._incumbent = Incumbent(
+            problem=problem, device=device, deadline_s=deadline_s, cuts=self._cuts
+        )
         # A little less than asked, so that rounding cannot push the proven gap above it.
         self._gap = relative_gap - min(0.4 * relative_gap, 8 * _ROUNDING)
         self._back_end = BackEnd(
@@ -191,7 +197,7 @@ class KindSolver:
             self._bound = max(self._bound, proven)
             return self._finish(None)
         began = time.perf_counter()
-        lagrangian = self._lagrangian = Lagrangian(graph, self._deadline_s)
+        lagrangian = self._lagrangian = Lagrangian(graph, self._deadline_s, cuts=self._cuts)
         # Only tables that were split or left out can propose a plan against the rules.
         incumbent.distrusted = not lagrangian.exact
         self._statistics["variables"] = float((graph.allowed.sum(axis=1) > 1).sum())
@@ -487,7 +493,7 @@ class KindSolver:
         graph = lagrangian.graph.restricted(keep)
         if not graph.feasible:
             return None
-        reduced = Lagrangian(graph, self._deadline_s, lagrangian.points)
+        reduced = Lagrangian(graph, self._deadline_s, lagrangian.points, self._cuts)
         core = find_core(reduced, point.prices, threshold)
         if core is None:
             return None

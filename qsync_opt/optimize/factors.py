@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
+from qsync_opt.optimize.cuts import TimeCut
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.optimize.rows import first_savers, transient_bytes
 from qsync_opt.precision import PROMOTED
@@ -43,6 +44,7 @@ class Tables:
         blocked: entries that no plan may take, [n, P ** arity], or None.
         operator: the operator whose backward the seconds precede, or the first saver from
             which on the bytes are held, [n].
+        tensor: the tensor that is cast, [n]; None where a cast is split or there is none.
     """
 
     scope: IntArray
@@ -51,6 +53,7 @@ class Tables:
     backward_s: FloatArray | None = None
     kept_bytes: FloatArray | None = None
     blocked: BoolArray | None = None
+    tensor: IntArray | None = None
 
     @property
     def arity(self) -> int:
@@ -281,7 +284,13 @@ class FactorGraph:
         if share is not None:
             forward, backward = forward * share[:, None], backward * share[:, None]
         self._tables.append(
-            Tables(scope=scope, operator=producer, forward_s=forward, backward_s=backward)
+            Tables(
+                scope=scope,
+                operator=producer,
+                forward_s=forward,
+                backward_s=backward,
+                tensor=tensor if share is None else None,
+            )
         )
 
     def _split_casts(self, rows: IntArray) -> None:
@@ -374,6 +383,44 @@ class FactorGraph:
                 self._tables.append(
                     Tables(scope=scope, operator=followers[picked], blocked=blocked)
                 )
+
+    # -- paths through the host ------------------------------------------------------------
+
+    def cut_operators_s(self, cut: TimeCut) -> FloatArray:
+        """What each operator adds to a path under each option of its variable, [N, P]."""
+        rows = np.arange(len(self.variable_of))[:, None]
+        at = cut.operator_s[rows, np.maximum(self.column_of, 0)]
+        result: FloatArray = np.where(self.column_of >= 0, at, 0.0)
+        return result
+
+    def cut_casts_s(self, cut: TimeCut, table: Tables) -> FloatArray:
+        """What the casts of a table add to a path, [n, P ** arity]; nothing where they are split.
+
+        A forward cast is on it where no consumer before the path's change asks for it.
+        """
+        total = np.zeros((len(table.scope), self.columns**table.arity))
+        if table.tensor is None:
+            return total
+        tensors, tensor = self.device.tensors, table.tensor
+        producer = tensors.producer[tensor]
+        source = self._column_in(producer, table.scope)
+        asked = np.zeros((self.columns, *total.shape), dtype=np.bool_)
+        before = asked.copy()
+        for consumers in self._by_length(tensors.consumer_start, tensors.consumers):
+            consumer = consumers[tensor]
+            has = np.flatnonzero(consumer >= 0)
+            target = self._column_in(consumer[has], table.scope[has])
+            early = (consumer[has] < cut.forward_casts_from)[:, None]
+            for q in range(self.columns):
+                asked[q][has] |= target == q
+                before[q][has] |= (target == q) & early
+        low, high = cut.backward_casts
+        within = ((producer >= low) & (producer < high))[:, None]
+        for q in range(self.columns):
+            pair = (tensor[:, None], source, q)
+            total += (asked[q] & ~before[q]) * tensors.forward_s[pair]
+            total += (asked[q] & within) * tensors.backward_s[pair]
+        return total
 
     # -- reading ---------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ Rows, per kind:
     (4) sum_{sigma live at i} sum_s bytes[sigma, s] k[sigma, s] + sum_p transient[i, p] x[i, p]
         <= memory - fixed, for every point i that can be the peak (`rows.memory_points`)
     (5, 6) optimizer + F + B_k + tail_k <= deadline, for every row of `rows.time_rows`
+    (7) length <= deadline, for paths through host and device that the caller gives (`cuts`)
 
 Columns that equal another are not made: where one end of an edge has one option, t is the
 other end's x; where one consumer (saver) can ask for a cast (copy), z (k) is its t (x).
@@ -44,6 +45,7 @@ import numpy as np
 
 from qsync_opt.errors import ParameterError
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
+from qsync_opt.optimize.cuts import CastColumns, TimeCut, add_cuts
 from qsync_opt.optimize.evaluate import TIME_TOLERANCE, allowed_columns
 from qsync_opt.optimize.linear import LazyNames, LinearProgram, ProgramBuilder
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
@@ -91,6 +93,7 @@ def formulate(
     objective: str = "perturbation",
     domains: Sequence[BoolArray] | None = None,
     named: bool = True,
+    cuts: Sequence[TimeCut] = (),
 ) -> Formulation:
     """The program of one device kind, or of all kinds jointly.
 
@@ -104,6 +107,8 @@ def formulate(
         domains: per kind in the program, the options left to each operator, [N, P]; by
             default all that pins and groups allow.
         named: whether columns and rows get telling names, or numbers (faster).
+        cuts: paths that must be no longer than the iteration time either; of one kind, so
+            they need `device`.
 
     Raises:
         ParameterError: unknown device or objective.
@@ -114,6 +119,8 @@ def formulate(
         picks = range(len(problem.devices))
         if objective != "perturbation":
             raise ParameterError("device", f"must be given for objective {objective!r}", None)
+        if cuts:
+            raise ParameterError("device", "must be given for cuts", None)
     elif device in problem.device_index:
         picks = range(problem.device_index[device], problem.device_index[device] + 1)
     else:
@@ -128,7 +135,7 @@ def formulate(
         if objective != "perturbation":
             weight = 0.0
         part = _KindPart(problem, kind, domain, builder, weight)
-        part.add_time(deadline_s, minimise=objective == "time")
+        part.add_time(deadline_s, minimise=objective == "time", cuts=cuts)
         part.add_memory(minimise=objective == "memory")
         unit = part.objective_unit
         choices.append((index, part.x))
@@ -162,6 +169,7 @@ class _KindPart:
         # Costs that hang on columns: (column, seconds, operator whose backward it precedes).
         self._forward: list[tuple[IntArray, FloatArray]] = []
         self._backward: list[tuple[IntArray, FloatArray, IntArray]] = []
+        self._casts: CastColumns | None = None
         rows, columns = np.nonzero(domain)
         self._forward.append((self.x[rows, columns], device.forward_s[rows, columns]))
         self._backward.append((self.x[rows, columns], device.backward_s[rows, columns], rows))
@@ -282,10 +290,21 @@ class _KindPart:
         if len(flows):
             column[flows] = self._add_flows(owner, u, v, edge[flows], p[flows], q[flows])
         paid = priced[owner[edge], p, q]
-        key = ((owner[edge] * size + p) * size + q)[paid]
-        key, column = self._covering(key, column[paid])
+        edge, p, q, flow = edge[paid], p[paid], q[paid], column[paid]
+        key, column = self._covering((owner[edge] * size + p) * size + q, flow)
         tensor, rest = np.divmod(key, size * size)
         source, target = np.divmod(rest, size)
+        self._casts = CastColumns(
+            tensor=tensor,
+            source=source,
+            target=target,
+            paid=column,
+            edge_tensor=owner[edge],
+            edge_consumer=v[edge],
+            edge_source=p,
+            edge_target=q,
+            flow=flow,
+        )
         self._forward.append((column, tensors.forward_s[tensor, source, target]))
         self._backward.append(
             (column, tensors.backward_s[tensor, source, target], tensors.producer[tensor])
@@ -398,8 +417,10 @@ class _KindPart:
                 self._builder.add_entries(rows[has], line[has], -1.0)
             self._kept.append((copies[shared], size[shared], first[shared]))
 
-    def add_time(self, deadline_s: float | None, *, minimise: bool) -> None:
-        """Rows (5, 6); with `minimise` the iteration time is a column and the objective."""
+    def add_time(
+        self, deadline_s: float | None, *, minimise: bool, cuts: Sequence[TimeCut] = ()
+    ) -> None:
+        """Rows (5, 6, 7); with `minimise` the iteration time is a column and the objective."""
         if deadline_s is None and not minimise:
             return
         problem, device = self._problem, self._device
@@ -434,6 +455,17 @@ class _KindPart:
                     )
                 if with_clock and clock is not None:
                     self._builder.add_entries(line, clock, -1.0)
+        add_cuts(
+            self._builder,
+            cuts,
+            device,
+            self.x,
+            self._casts,
+            deadline_s=deadline_s,
+            scale=scale,
+            margin_s=margin,
+            clock=clock,
+        )
 
     def add_memory(self, *, minimise: bool) -> None:
         """Rows (4); with `minimise` the peak memory is a column and the objective."""

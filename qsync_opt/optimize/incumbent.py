@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from qsync_opt.optimize.arrays import IntArray
+from qsync_opt.optimize.cuts import TimeCut, lengths_s
 from qsync_opt.optimize.evaluate import (
     TIME_TOLERANCE,
     DeviceEvaluation,
@@ -23,6 +24,7 @@ class Incumbent:
         problem: the problem.
         device: one of its device kinds.
         deadline_s: iteration time to keep; None where the iteration time is the objective.
+        cuts: paths that must not be longer than the iteration time either.
         distrusted: whether plans that break a rule (pins, groups, followers) may be offered.
         column: precision column of every operator, [N]; None before the first plan.
         objective: of that plan; infinite before the first.
@@ -31,6 +33,7 @@ class Incumbent:
     problem: AllocationProblem
     device: DeviceKind
     deadline_s: float | None
+    cuts: tuple[TimeCut, ...] = ()
     distrusted: bool = False
     column: IntArray | None = field(default=None, repr=False)
     objective: float = math.inf
@@ -41,21 +44,29 @@ class Incumbent:
         if self.distrusted and broken_rules(self.problem, self.device, column):
             return False
         part = evaluate_device(self.problem, self.device, column)
-        if not self._within(part):
+        time_s = self._time_of(part, column)
+        if not self._within(part, time_s):
             return False
-        objective = part.iteration_time_s if self.deadline_s is None else part.perturbation
-        if (objective, part.iteration_time_s) >= (self.objective, self._time_s):
+        objective = time_s if self.deadline_s is None else part.perturbation
+        if (objective, time_s) >= (self.objective, self._time_s):
             return False
-        self.column, self.objective, self._time_s = column, objective, part.iteration_time_s
+        self.column, self.objective, self._time_s = column, objective, time_s
         return True
 
     def keeps(self, column: IntArray) -> bool:
         """Whether a plan keeps every budget (it may be no better than the incumbent)."""
-        return self._within(evaluate_device(self.problem, self.device, column))
+        part = evaluate_device(self.problem, self.device, column)
+        return self._within(part, self._time_of(part, column))
 
-    def _within(self, part: DeviceEvaluation) -> bool:
+    def _time_of(self, part: DeviceEvaluation, column: IntArray) -> float:
+        if not self.cuts:
+            return part.iteration_time_s
+        longest = lengths_s(self.cuts, self.device, column).max()
+        return max(part.iteration_time_s, float(longest))
+
+    def _within(self, part: DeviceEvaluation, time_s: float) -> bool:
         if part.peak_memory_bytes > self.device.memory_bytes:
             return False
         if self.deadline_s is None:
             return True
-        return part.iteration_time_s <= self.deadline_s * (1 + TIME_TOLERANCE)
+        return time_s <= self.deadline_s * (1 + TIME_TOLERANCE)

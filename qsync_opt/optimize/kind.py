@@ -24,7 +24,6 @@ from qsync_opt.optimize.baselines import (
     uniform_candidates,
 )
 from qsync_opt.optimize.brute_force import brute_force_columns, brute_force_fastest
-from qsync_opt.optimize.brute_force import brute_force_columns, brute_force_fastest
 from qsync_opt.optimize.evaluate import allowed_columns, broken_rules, evaluate_device
 from qsync_opt.optimize.exact import KindSolution, KindSolver
 from qsync_opt.optimize.factors import FactorGraph

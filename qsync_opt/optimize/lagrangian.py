@@ -25,6 +25,7 @@ import numpy as np
 
 from qsync_opt.optimize.arrays import FloatArray, IntArray
 from qsync_opt.optimize.backends import solve_linear
+from qsync_opt.optimize.cuts import TimeCut
 from qsync_opt.optimize.elimination import Elimination
 from qsync_opt.optimize.evaluate import TIME_TOLERANCE
 from qsync_opt.optimize.factors import FactorGraph, Tables, entries
@@ -82,20 +83,28 @@ class Lagrangian:
         graph: the kind's tables.
         deadline_s: iteration time to keep; None minimises the time instead.
         points: memory points to hold rows for; by default those that can be the peak.
+        cuts: paths that must not be longer than the iteration time either.
 
     Attributes:
         exact: whether L at zero prices is the true minimum, not only a lower bound of it.
-        limit: right side of every row (time rows, then memory points), [R].
-        first: lowest operator whose backward counts, of every time row.
+        limit: right side of every row (time rows, cuts among them, then memory points), [R].
+        time_rows: how many rows are of time: those of `first`, then the cuts.
+        first: lowest operator whose backward counts, of every time row that is no cut.
+        cut_cells: what each cell of the elimination adds to each cut, seconds, [cuts, cells].
         points: operators whose program point is a memory row, ascending.
         scale: unit of each row's price: the deadline, or the memory budget, [R].
     """
 
     def __init__(
-        self, graph: FactorGraph, deadline_s: float | None, points: IntArray | None = None
+        self,
+        graph: FactorGraph,
+        deadline_s: float | None,
+        points: IntArray | None = None,
+        cuts: Sequence[TimeCut] = (),
     ) -> None:
         problem, device = graph.problem, graph.device
         self.graph, self.deadline_s = graph, deadline_s
+        self._cuts = tuple(cuts)
         scopes = [tuple(scope) for table in graph.tables for scope in table.scope.tolist()]
         variables = len(graph.allowed)
         everything = np.ones(variables, dtype=np.bool_)
@@ -103,14 +112,19 @@ class Lagrangian:
         self.exact = graph.exact and self.elimination.exact
         rows = time_rows(problem)
         self.first = np.array([row.first_operator for row in rows], dtype=np.int64)
-        past = device.optimizer_s + np.array([row.tail_s for row in rows])
+        past = np.array(
+            [
+                *(device.optimizer_s + row.tail_s for row in rows),
+                *(cut.past_s for cut in self._cuts),
+            ]
+        )
         domain = np.zeros((len(problem.operators), graph.columns), dtype=np.bool_)
         for option in range(graph.columns):
             live = graph.column_of[:, option] >= 0
             domain[np.flatnonzero(live), graph.column_of[live, option]] = True
         self.points = memory_points(problem, device, domain) if points is None else points
         budget = float(device.memory_bytes - device.fixed_bytes)
-        self.time_rows = len(rows)
+        self.time_rows = len(past)
         self.limit = np.concatenate(
             [
                 -past if deadline_s is None else deadline_s * (1 + TIME_TOLERANCE) - past,
@@ -119,7 +133,7 @@ class Lagrangian:
         )
         time_scale = 1.0 if deadline_s is None else deadline_s
         self.scale = np.concatenate(
-            [np.full(len(rows), time_scale), np.full(len(self.points), max(budget, 1.0))]
+            [np.full(len(past), time_scale), np.full(len(self.points), max(budget, 1.0))]
         )
         self._reference = self._spread() if deadline_s is not None else self._longest(past)
         self._lay_out()
@@ -132,6 +146,9 @@ class Lagrangian:
         for table in (*graph.lone, *graph.tables):
             if table.forward_s is not None and table.backward_s is not None:
                 total += float((table.forward_s + table.backward_s).max(axis=1).sum())
+        # A path adds what its host takes.
+        host = [float(graph.cut_operators_s(cut).max(axis=1).sum()) for cut in self._cuts]
+        total += max(host, default=0.0)
         return total if total > 0 else 1.0
 
     def _spread(self) -> float:
@@ -158,6 +175,13 @@ class Lagrangian:
             self._scopes.append(np.array(self.elimination.scopes[start:stop], dtype=np.int64))
             start = stop
         self._cells = np.concatenate(parts)
+        self.cut_cells = np.zeros((len(self._cuts), self.elimination.cells))
+        for index, cut in enumerate(self._cuts):
+            seconds = [graph.cut_operators_s(cut).ravel()]
+            seconds += [graph.cut_casts_s(cut, t).ravel() for t in (*graph.lone, *graph.tables)]
+            self.cut_cells[index] = np.bincount(
+                self._cells, weights=np.concatenate(seconds), minlength=self.elimination.cells
+            )
         blocked = np.zeros(self.elimination.cells)
         variable, option = np.nonzero(~graph.allowed)
         blocked[1 + variable * columns + option] = np.inf
@@ -176,13 +200,7 @@ class Lagrangian:
         columns = self.graph.columns
         if table.arity == 1:
             return 1 + table.scope * columns + np.arange(columns)
-        start = 0
-        for other in self.graph.tables:
-            if other is table:
-                break
-            start += len(other.scope)
-        first = self.elimination.first_cell[start : start + len(scope)]
-        return first[:, None] + np.arange(columns**table.arity)
+        return self.first_cells(table)[:, None] + np.arange(columns**table.arity)
 
     # -- one evaluation --------------------------------------------------------------------
 
@@ -191,7 +209,7 @@ class Lagrangian:
         graph = self.graph
         count = len(graph.variable_of)
         per_unit = prices / self.scale
-        mu, nu = per_unit[: self.time_rows], per_unit[self.time_rows :]
+        mu, nu = per_unit[: len(self.first)], per_unit[self.time_rows :]
         alpha = float(mu.sum())
         beta = np.cumsum(np.bincount(self.first, weights=mu, minlength=count + 1))[:count]
         at_point = np.bincount(self.points, weights=nu, minlength=count)
@@ -215,6 +233,8 @@ class Lagrangian:
             self._cells, weights=np.concatenate(parts), minlength=self.elimination.cells
         )
         result: FloatArray = summed + self._blocked
+        if self._cuts:
+            result += per_unit[len(self.first) : self.time_rows] @ self.cut_cells
         if closed is not None:
             result[1 : 1 + closed.size] += closed.ravel()
         return result
@@ -275,7 +295,28 @@ class Lagrangian:
         objective = 0.0
         if self.deadline_s is not None:
             objective = float(graph.perturbation[rows, option].sum())
-        return objective, np.concatenate([time, memory])
+        return objective, np.concatenate([time, self._cut_use(options), memory])
+
+    def _cut_use(self, options: IntArray) -> FloatArray:
+        """What every cut's path takes under an assignment, without what is constant, [cuts]."""
+        if not self._cuts:
+            return np.zeros(0)
+        columns, variables = self.graph.columns, len(self.graph.allowed)
+        cells = [1 + np.arange(variables) * columns + options[:variables]]
+        for table, scope in zip(self.graph.tables, self._scopes, strict=True):
+            cells.append(self.first_cells(table) + entries(scope, options, columns))
+        used: FloatArray = self.cut_cells[:, np.concatenate(cells)].sum(axis=1)
+        return used
+
+    def first_cells(self, table: Tables) -> IntArray:
+        """The first cell of each table over two variables or more, [n]; others follow in order."""
+        start = 0
+        for other in self.graph.tables:
+            if other is table:
+                break
+            start += len(other.scope)
+        cells: IntArray = self.elimination.first_cell[start : start + len(table.scope)]
+        return cells
 
     def allows(self, options: IntArray) -> bool:
         """Whether an assignment keeps every promotion and takes allowed options only."""

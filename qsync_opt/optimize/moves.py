@@ -41,9 +41,12 @@ def single_changes(lagrangian: Lagrangian, options: IntArray, rows: IntArray) ->
     graph, columns = lagrangian.graph, lagrangian.graph.columns
     variables = len(graph.allowed)
     every = np.arange(columns)
-    time = rows[rows < lagrangian.time_rows]
+    time = rows[rows < len(lagrangian.first)]
+    cuts = rows[(rows >= len(lagrangian.first)) & (rows < lagrangian.time_rows)]
     points = lagrangian.points[rows[rows >= lagrangian.time_rows] - lagrangian.time_rows]
     first = lagrangian.first[time]
+    cut_cells = lagrangian.cut_cells[cuts - len(lagrangian.first)]
+    before_points = len(time) + len(cuts)
     objective = np.zeros(variables * columns)
     use = np.zeros((len(rows), variables * columns))
 
@@ -66,7 +69,7 @@ def single_changes(lagrangian: Lagrangian, options: IntArray, rows: IntArray) ->
         if kept is not None:
             for line, point in enumerate(points.tolist()):
                 counts = operator <= point
-                use[len(time) + line] += np.bincount(
+                use[before_points + line] += np.bincount(
                     cell[counts].ravel(), weights=kept[counts].ravel(), minlength=size
                 )
 
@@ -78,9 +81,10 @@ def single_changes(lagrangian: Lagrangian, options: IntArray, rows: IntArray) ->
             cell.ravel(), weights=graph.perturbation.ravel(), minlength=len(objective)
         )
     for line, point in enumerate(points.tolist()):
-        use[len(time) + line] += np.bincount(
+        use[before_points + line] += np.bincount(
             cell[point], weights=graph.transient[point], minlength=len(objective)
         )
+    use[len(time) : before_points] += cut_cells[:, 1 : 1 + len(objective)]
     for table, scope in lagrangian.scoped_tables():
         if table.blocked is not None:
             continue
@@ -90,6 +94,13 @@ def single_changes(lagrangian: Lagrangian, options: IntArray, rows: IntArray) ->
             stride = columns ** (table.arity - 1 - position)
             mine = scope[:, position]
             at = (entry - options[mine] * stride)[:, None] + every * stride
+            if len(cuts) and table.arity > 1:  # others are in the cells of their variable
+                where = (mine[:, None] * columns + every).ravel()
+                cells = (lagrangian.first_cells(table)[:, None] + at).ravel()
+                for line, seconds in enumerate(cut_cells, start=len(time)):
+                    use[line] += np.bincount(
+                        where, weights=seconds[cells], minlength=len(objective)
+                    )
             add(
                 mine[:, None] * columns + every,
                 None if table.forward_s is None else table.forward_s[lines, at],

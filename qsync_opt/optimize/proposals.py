@@ -69,6 +69,7 @@ def flow_program(incumbent: Incumbent, domain: BoolArray) -> Program:
         objective="time" if minimise_time else "perturbation",
         domains=[domain],
         named=False,
+        cuts=incumbent.cuts,
     )
     ((_, choices),) = built.choices
 

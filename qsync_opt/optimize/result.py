@@ -118,6 +118,28 @@ class DeviceResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayedTime:
+    """What replaying added to a solve, see `replayed.solve_replayed`.
+
+    Attributes:
+        iteration_time_s: of the plan as `replay` tells it, which the deadline was held to.
+        additive_time_s: of the plan as `evaluate` sums it up, without hosts and overlap.
+        cuts: paths through hosts that were added as rows, over all device kinds.
+    """
+
+    iteration_time_s: float
+    additive_time_s: float
+    cuts: int
+
+    @property
+    def additive_error(self) -> float:
+        """By what fraction of the replayed time the additive one is off; never above 0."""
+        if not self.iteration_time_s:
+            return 0.0
+        return self.additive_time_s / self.iteration_time_s - 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SolveResult:
     """What `solve` found and why it stopped.
 
@@ -136,6 +158,7 @@ class SolveResult:
         devices: the parts, by device kind.
         solve_s: wall-clock time of the whole solve.
         parameters: the options used.
+        replayed: what replaying says of the plan; None where it was not asked.
     """
 
     method: str
@@ -152,6 +175,7 @@ class SolveResult:
     devices: Mapping[str, DeviceResult]
     solve_s: float
     parameters: SolveParameters
+    replayed: ReplayedTime | None = None
 
     def require_plan(self) -> PrecisionPlan:
         """The plan.

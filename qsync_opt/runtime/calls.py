@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from qsync_opt.errors import PlanError
 from qsync_opt.runtime.casts import cast_floats
 from qsync_opt.runtime.functions import run_call
 from qsync_opt.runtime.layers import Patched
-from qsync_opt.runtime.session import OperatorSettings, Session, Within
+from qsync_opt.runtime.session import OperatorSettings, OwnerMode, Session, Within
 
 #: Kinds of functions that multiply matrices or look up rows.
 PRODUCTS = frozenset(
@@ -87,7 +86,7 @@ class CallOwner(Patched):
             return run(*args, **kwargs)
 
 
-class CallMode(TorchFunctionMode):
+class CallMode(OwnerMode):
     """Sees every call of a torch function during one run of a module."""
 
     def __init__(self, calls: ModuleCalls) -> None:

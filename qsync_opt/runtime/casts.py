@@ -112,6 +112,11 @@ class CastCache:
         self._latest = (place, found)
         return found
 
+    @property
+    def latest(self) -> Cast:
+        """The cast that was asked for last; empty where there is none."""
+        return () if self._latest is None else self._latest[1]
+
     def clear(self) -> None:
         """Drop every cast that nothing else holds."""
         self._entries.clear()

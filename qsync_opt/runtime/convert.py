@@ -72,7 +72,7 @@ def convert(
         emulate=emulate,
         device=next((p.device for p in model.parameters()), torch.device("cpu")),
     )
-    for name, precision in precisions.items():
+    for name, precision in {**_fixed_in(graph), **precisions}.items():
         target = names.target(name, precision)
         if target is not None:
             work.add(name, precision, target)
@@ -117,11 +117,23 @@ def set_step(model: nn.Module, step: int) -> None:
         model: converted.
         step: any integer that no other step has.
     """
+    for session in sessions_of(model):
+        session.step = step
+
+
+def sessions_of(model: nn.Module) -> tuple[Session, ...]:
+    """What the operators of a model share: one for every call of `convert`, or of copying.
+
+    Args:
+        model: converted or not.
+    """
+    found: dict[int, Session] = {}
     for module in model.modules():
         if isinstance(module, Patched):
             state = vars(module)[STATE]
             session = state if isinstance(state, Session) else state.session
-            session.step = step
+            found[id(session)] = session
+    return tuple(found.values())
 
 
 def _checked(plan: object) -> dict[str, Precision]:
@@ -147,6 +159,12 @@ def _require_plain(names: Names) -> None:
             rule = "must use the forward of its class"
             remedy = "Something replaced `forward` on the object; convert before that."
             raise ParameterError(path or "model", rule, "a forward of its own", remedy)
+
+
+def _fixed_in(graph: OperatorGraph | None) -> dict[str, Precision]:
+    """What a plan may leave out and a model cannot: operators that need fp32 handed to them."""
+    rows = () if graph is None else graph.operators
+    return {row.name: Precision.FP32 for row in rows if row.role is Role.FIXED}
 
 
 def _multiplies(names: Names, name: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -34,6 +35,19 @@ def from_channel_rows(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
 def weight_rows(weight: Tensor) -> Tensor:
     """A weight [O, C, kh, kw] as a matrix [O, kh * kw * C]: channels_last codes come of it."""
     return weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1)
+
+
+def laid_out(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """A result in the memory format that torch's own convolution gives for these operands.
+
+    That is channels_last where one of the two is. What reads the result then does what it does
+    in fp32: after another layout a later flatten would copy, and keep the copy for backward.
+    """
+    formats = suggest_memory_format(x), suggest_memory_format(weight)
+    wanted = torch.channels_last if torch.channels_last in formats else torch.contiguous_format
+    if out.is_contiguous(memory_format=wanted):
+        return out
+    return out.contiguous(memory_format=wanted)
 
 
 class FloatConv2d(Function):
@@ -104,7 +118,7 @@ class Int8Conv2d(Function):
         with arithmetic.without_autocast(x.device.type):
             rounding, key = rounding_of(draw, WEIGHT)
             rows, weight_scale = kernels.quantize_int8(weight_rows(weight), "row", rounding, key)
-            return kernels.int8_conv2d(
+            out = kernels.int8_conv2d(
                 from_channel_rows(codes, x.shape),
                 from_channel_rows(rows, weight.shape),
                 scale,
@@ -113,6 +127,7 @@ class Int8Conv2d(Function):
                 *window,
                 half,
             )
+            return laid_out(out, x, weight)
 
     @staticmethod
     @once_differentiable
@@ -161,7 +176,8 @@ class Fp8Conv2d(Function):
             weight_codes, weight_scale = _fp8_weight(ctx, weight)
             operand = from_channel_rows(codes.to(half), x.shape)
             out = arithmetic.conv2d(operand, weight_codes, None, window) * (scale * weight_scale)
-            return out if bias is None else out + as_dtype(bias, half).view(-1, 1, 1)
+            out = out if bias is None else out + as_dtype(bias, half).view(-1, 1, 1)
+            return laid_out(out, x, weight)
 
     @staticmethod
     @once_differentiable
@@ -194,6 +210,22 @@ class Fp8Conv2d(Function):
         return *_finish(ctx, grad_x, grad_weight), _grad_bias(ctx, grad), *none
 
 
+class PointwiseWeight(Function):
+    """A weight [O, C, 1, 1] as the matrix [O, C]; its gradient has the weight's strides."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        """See the class."""
+        ctx.weight_shape, ctx.weight_stride = weight.shape, weight.stride()
+        return weight.flatten(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """The gradient for the weight."""
+        return _strided(grad.view(ctx.weight_shape), ctx)
+
+
 def _fp8_weight(ctx: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of a weight, as 16-bit floats in its shape, and their scale."""
     rounding, key = rounding_of(ctx.draw, WEIGHT)
@@ -205,6 +237,7 @@ def _remember(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Shapes and dtypes that backward needs, and that are no tensors."""
     ctx.shape, ctx.input_dtype = x.shape, x.dtype
     ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
+    ctx.weight_stride = weight.stride()
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
@@ -218,8 +251,23 @@ def _finish(
 ) -> tuple[Tensor | None, Tensor | None]:
     return (
         None if grad_x is None else as_dtype(grad_x, ctx.input_dtype),
-        None if grad_weight is None else as_dtype(grad_weight, ctx.weight_dtype),
+        None if grad_weight is None else _strided(as_dtype(grad_weight, ctx.weight_dtype), ctx),
     )
+
+
+def _strided(grad_weight: Tensor, ctx: Any) -> Tensor:
+    """The gradient with the strides of the weight, which DDP compares to the last.
+
+    Libraries choose the strides of dimensions of size 1, and may choose others for all.
+    """
+    wanted = ctx.weight_stride
+    if grad_weight.stride() == wanted or 0 in wanted:
+        return grad_weight
+    sizes = zip(grad_weight.shape, grad_weight.stride(), wanted, strict=True)
+    if all(found == stride for size, found, stride in sizes if size != 1):
+        return grad_weight.as_strided(ctx.weight_shape, wanted)
+    laid = grad_weight.new_empty_strided(ctx.weight_shape, wanted)
+    return laid.copy_(grad_weight)
 
 
 def _grad_bias(ctx: Any, grad: Tensor) -> Tensor | None:

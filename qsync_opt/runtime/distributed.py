@@ -1,13 +1,15 @@
 """The ranks of a training job: joining them, and exchanging short messages between them.
 
-Gradients go over NCCL between GPUs and over gloo between CPUs, and messages over a gloo group
-of their own: it needs no GPU, waits for no gradient, and notices within milliseconds when the
-process at the other end is gone. Messages are JSON text or tensors; nothing is pickled.
+Gradients go over NCCL between GPUs, and over gloo between CPUs or ranks that share a GPU.
+Messages go over a gloo group of their own: it needs no GPU, waits for no gradient, and notices
+within milliseconds when the process at the other end is gone. Messages are JSON text or
+tensors; nothing is pickled.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in its list
+from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from qsync_opt.errors import QsyncError, TrainError
@@ -77,9 +79,9 @@ class Ranks:
 
     def start_max(self, level: int) -> Pending:
         """Begin to ask for the highest level of all ranks; meanwhile the rank can compute."""
-        told = torch.tensor([level])
         if self.control is None:
-            return Pending(told, None)
+            return Pending(level, None)
+        told = torch.tensor([level])
         work = distributed.all_reduce(
             told, op=distributed.ReduceOp.MAX, group=self.control, async_op=True
         )
@@ -103,6 +105,19 @@ class Ranks:
             if text:
                 words = text.decode().rstrip(".")
                 raise TrainError(f"rank {rank} cannot go on: {words}", f"See rank {rank}")
+
+    def give_up(self) -> None:
+        """Leave a job of which a rank is gone, without waiting for what it has not sent.
+
+        Only for a group made here. Destroying an NCCL communicator waits for its kernels, and
+        these wait for the lost rank; gloo's sockets are closed already.
+        """
+        if self.store is None or distributed.get_backend() != "nccl":
+            return
+        abort = getattr(distributed_c10d, "_abort_process_group", None)  # no public name yet
+        if abort is not None:
+            with suppress(RuntimeError):
+                abort()
 
     def missing(self, word: str) -> list[int]:
         """The ranks that do not answer a roll call; empty where that cannot be told.
@@ -131,15 +146,24 @@ class Ranks:
 class Pending:
     """An answer on its way."""
 
-    def __init__(self, told: Tensor, work: Any) -> None:
+    def __init__(self, told: Tensor | int, work: Any) -> None:
         self._told = told
         self._work = work
+
+    def check(self) -> None:
+        """Raise if it is known already that no answer will come; does not wait.
+
+        Raises:
+            RuntimeError: of the network.
+        """
+        if self._work is not None and self._work.is_completed():
+            self._work.wait()
 
     def result(self) -> int:
         """Wait for it."""
         if self._work is not None:
             self._work.wait()
-        return int(self._told.item())
+        return int(self._told)
 
 
 @contextmanager
@@ -172,13 +196,16 @@ def joined(device: torch.device, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks
     try:
         store, rank, world = next(rendezvous("env://", timeout=limit))
         word = PrefixStore(f"qsync_opt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        word.set_timeout(limit)
+        backend = choose_backend(device, word, rank, world)
         distributed.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            backend,
             store=word,
             rank=rank,
             world_size=world,
             timeout=limit,
-            device_id=device if device.type == "cuda" else None,
+            # NCCL then connects at once, and never guesses the GPU of a barrier.
+            device_id=device if backend == "nccl" else None,
         )
         control = distributed.new_group(backend="gloo", timeout=limit)
     except (RuntimeError, ValueError, OSError) as error:
@@ -189,8 +216,30 @@ def joined(device: torch.device, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks
     try:
         yield _ranks(device, control, word)
     finally:
-        with suppress(RuntimeError):
-            distributed.destroy_process_group()
+        if distributed.is_initialized():  # or it was given up
+            with suppress(RuntimeError):
+                distributed.destroy_process_group()
+
+
+def choose_backend(device: torch.device, store: Any, rank: int, world: int) -> str:
+    """What gradients go over: NCCL where every rank has a GPU of its own, else gloo.
+
+    NCCL refuses two ranks on one GPU, as under MPS; gloo reduces such tensors in the memory of
+    the host.
+
+    Args:
+        device: of this rank.
+        store: that all ranks can read; each leaves word of its device there.
+        rank: number of this process.
+        world: how many processes.
+    """
+    name = device.type
+    if device.type == "cuda":
+        name = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    store.set(f"device/{rank}", name)
+    names = [store.get(f"device/{other}").decode() for other in range(world)]
+    apart = len(set(names)) == world and "cpu" not in names
+    return "nccl" if device.type == "cuda" and apart else "gloo"
 
 
 def _ranks(device: torch.device, control: Any, store: Any) -> Ranks:

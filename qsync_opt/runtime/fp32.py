@@ -90,7 +90,9 @@ def round_to_tf32(x: Tensor) -> Tensor:
     odd = (bits >> _TF32_DROPPED_BITS) & 1
     below_half = (1 << (_TF32_DROPPED_BITS - 1)) - 1
     rounded = (bits + below_half + odd) & -(1 << _TF32_DROPPED_BITS)
-    return torch.where(torch.isfinite(x), rounded.view(torch.float32), x)
+    result = torch.where(torch.isfinite(x), rounded.view(torch.float32), x)
+    # Where a size is 1, strides that no number depends on still tell the layout.
+    return result if result.stride() == x.stride() else torch.empty_like(x).copy_(result)
 
 
 def needs_flags(device_type: str, tf32: bool, product: str) -> bool:

@@ -81,7 +81,12 @@ def parse_ranks(text: str) -> list[LocalRanks]:
     return found
 
 
-def launch(ranks: Sequence[LocalRanks], arguments: Sequence[str], folder: Path | None) -> int:
+def launch(
+    ranks: Sequence[LocalRanks],
+    arguments: Sequence[str],
+    folder: Path | None,
+    module: str = "qsync_opt.cli",
+) -> int:
     """Run `qsync-opt` with some arguments and `--kind` in a process for every rank.
 
     Rank 0 writes to this process's output and errors; of another rank that fails, the last
@@ -91,6 +96,7 @@ def launch(ranks: Sequence[LocalRanks], arguments: Sequence[str], folder: Path |
         ranks: in the order of their numbers.
         arguments: of the command line.
         folder: of the job: what a message about a lost rank is told from.
+        module: that is run instead of `qsync-opt`, with the same options.
 
     Returns:
         The exit code of the ranks, where they agree on it.
@@ -114,9 +120,8 @@ def launch(ranks: Sequence[LocalRanks], arguments: Sequence[str], folder: Path |
             for rank, group in enumerate(groups):
                 numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 environment = {**common, **numbers, **group.environment()}
-                processes.append(
-                    _start(rank, [*arguments, "--kind", group.kind], environment, errors)
-                )
+                words = ["-m", module, *arguments, "--kind", group.kind]
+                processes.append(_start(rank, words, environment, errors))
             first = _watch(processes, interruption)
         finally:
             _end(processes)
@@ -137,7 +142,7 @@ def _start(
     rank: int, arguments: Sequence[str], environment: Mapping[str, str], errors: IO[str]
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "qsync_opt.cli", *arguments],
+        [sys.executable, *arguments],
         env=dict(environment),
         stdout=None if rank == 0 else subprocess.DEVNULL,
         stderr=None if rank == 0 else errors,

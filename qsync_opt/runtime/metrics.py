@@ -21,6 +21,9 @@ import torch
 from qsync_opt.errors import FormatError
 from qsync_opt.files import write_atomically
 
+#: `json.dumps` would make one for every line.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
 _PREFIX, _SUFFIX = "rank-", ".jsonl"
 
 
@@ -40,6 +43,7 @@ class StepMetrics:
         memory_bytes: largest so far; of a GPU what tensors take, of a CPU the process.
         loss_scale: factor of the loss in this step.
         skipped: whether gradients overflowed, so that nothing was changed.
+        refinement: what became of the plan just before this step; None where nothing was due.
     """
 
     step: int
@@ -53,6 +57,7 @@ class StepMetrics:
     memory_bytes: int
     loss_scale: float
     skipped: bool
+    refinement: str | None = None
 
 
 _NAMES = tuple(field.name for field in fields(StepMetrics))
@@ -109,7 +114,9 @@ def global_losses(metrics: Mapping[int, list[StepMetrics]]) -> list[float]:
 def memory_in_use(device: torch.device) -> int:
     """The largest memory so far, see `StepMetrics`."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        # `max_memory_allocated` sorts all figures of the allocator for this one.
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        return int(stats["allocated_bytes"]["all"]["peak"]) if stats else 0
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024  # Linux counts KiB
 
@@ -120,7 +127,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in row.items()
     }
-    return json.dumps(finite, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    return _ENCODER.encode(finite).encode() + b"\n"
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -17,9 +17,11 @@ from qsync_opt.runtime.convolutions import (
     FloatConv2d,
     Fp8Conv2d,
     Int8Conv2d,
+    PointwiseWeight,
     channel_rows,
+    laid_out,
 )
-from qsync_opt.runtime.fp32 import Window
+from qsync_opt.runtime.fp32 import CONVOLUTION, MATMUL, Window, needs_flags
 from qsync_opt.runtime.products import INPUT, FloatLinear, Fp8Linear, Int8Linear, rounding_of
 from qsync_opt.runtime.session import OperatorSettings
 
@@ -55,6 +57,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, settings: OperatorSet
             lambda: kernels.quantize_fp8_transposed(_matrix(x), "e4m3", rounding, key),
         )
         return _apply(Fp8Linear, x, weight, bias, *parts, half, settings.draw())
+    if _is_plain(x, precision, MATMUL):
+        return functional.linear(x, weight, bias)
     is_tf32 = precision is Precision.TF32
     return _apply(FloatLinear, x, weight, bias, _float_cast(x, settings), is_tf32)
 
@@ -80,7 +84,9 @@ def conv2d(
     if precision is Precision.FP8 and _is_pointwise(weight, window):
         rows, columns = window[0]
         picked = x[:, :, ::rows, ::columns].permute(0, 2, 3, 1)
-        return linear(picked, weight.flatten(1), bias, settings).permute(0, 3, 1, 2)
+        matrix = _apply(PointwiseWeight, weight)
+        out = linear(picked, matrix, bias, settings).permute(0, 3, 1, 2)
+        return laid_out(out, x, weight)
     if precision in (Precision.INT8, Precision.FP8):
         rounding, key = rounding_of(settings.input_draw(), INPUT)
         if precision is Precision.INT8:
@@ -98,6 +104,9 @@ def conv2d(
             )
             function = Fp8Conv2d
         return _apply(function, x, weight, bias, *parts, half, window, settings.draw())
+    # Where a size is 1, torch's weight gradient has other strides than the weight.
+    if 1 not in weight.shape and _is_plain(x, precision, CONVOLUTION):
+        return functional.conv2d(x, weight, bias, *window)
     is_tf32 = precision is Precision.TF32
     return _apply(FloatConv2d, x, weight, bias, _float_cast(x, settings), window, is_tf32)
 
@@ -163,6 +172,19 @@ def _float_cast(x: Tensor, settings: OperatorSettings) -> Tensor | None:
         return None
     (cast,) = settings.shared(x, str(dtype), lambda: (x.to(dtype),))
     return cast  # type: ignore[no-any-return]
+
+
+def _is_plain(x: Tensor, precision: Precision, product: str) -> bool:
+    """Whether torch's own function does the same, for a third of the host's time.
+
+    The flags of the process must then stay as they are until the backward.
+    """
+    if x.dtype is not torch.float32 or precision not in (Precision.FP32, Precision.TF32):
+        return False
+    is_tf32 = precision is Precision.TF32
+    if (is_tf32 and not x.is_cuda) or needs_flags(x.device.type, is_tf32, product):
+        return False
+    return x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type)
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import nn
 from qsync_opt.errors import ParameterError
 from qsync_opt.kernels.rounding import Rounding
 from qsync_opt.precision import Precision
+from qsync_opt.runtime.communication import parse_communication
 from qsync_opt.runtime.distributed import TIMEOUT_S
 from qsync_opt.runtime.scaling import GROWTH_INTERVAL, INITIAL_SCALE
 
@@ -42,7 +43,12 @@ _COMPARED = (
     "emulate",
     "loss_scale",
     "growth_interval",
+    "communication",
     "find_unused_parameters",
+    "batch_sizing",
+    "refine_interval",
+    "refine_samples",
+    "trace_steps",
 )
 
 _AUTOCAST = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
@@ -70,9 +76,20 @@ class TrainParameters:
         resume: go on from the newest checkpoint in the folder. Otherwise there may be none.
         uniform: one precision for every adjustable operator instead of the plan's.
         autocast: bf16 or fp16: torch.autocast instead of a plan.
+        batch_sizing: choose shares by what ranks take for their samples, so that they finish
+            together, as far as memories allow; measured before the first step.
+        refine_interval: steps after which the plan is solved anew for the gradients of that
+            time; it is taken up as many steps later. 0: never.
+        refine_samples: most samples of a rank that the indicator is gathered on.
+        refine_time_limit_s: of each solve.
+        trace: where a Chrome trace of a few steps goes (.json or .json.gz); None: nowhere.
+        trace_steps: how many.
         emulate: run precisions that the device lacks with what it has.
         loss_scale: the first one, where any rank multiplies in fp16.
         growth_interval: steps without an overflow after which the loss scale doubles.
+        communication: what ranks send, see `communication.parse_communication`; None: fp32
+            gradients. With bits for weights, these and the optimizer's state are sharded over
+            the ranks while the model is trained.
         find_unused_parameters: for a model that leaves parameters out of some steps.
         timeout_s: how long a rank may keep the others waiting.
 
@@ -95,19 +112,27 @@ class TrainParameters:
     resume: bool = True
     uniform: Precision | None = None
     autocast: Precision | None = None
+    batch_sizing: bool = False
+    refine_interval: int = 0
+    refine_samples: int = 8
+    refine_time_limit_s: float = 60.0
+    trace: Path | None = None
+    trace_steps: int = 3
     emulate: bool = False
     loss_scale: float = INITIAL_SCALE
     growth_interval: int = GROWTH_INTERVAL
+    communication: str | None = None
     find_unused_parameters: bool = False
     timeout_s: float = field(default=TIMEOUT_S)
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "accumulation": 1, "checkpoint_interval": 0, "keep": 1}
-        for name, bound in {**least, "growth_interval": 1}.items():
+        least |= {"growth_interval": 1, "refine_interval": 0, "refine_samples": 1}
+        for name, bound in {**least, "trace_steps": 1}.items():
             _require_whole(name, getattr(self, name), bound)
         if self.batch_size is not None:
             _require_whole("batch_size", self.batch_size, 1)
-        for name in ("learning_rate", "timeout_s", "loss_scale"):
+        for name in ("learning_rate", "timeout_s", "loss_scale", "refine_time_limit_s"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
                 raise ParameterError(name, "must be a positive number", value)
@@ -117,12 +142,23 @@ class TrainParameters:
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
             rule = f"must be one of {', '.join(OPTIMIZERS)}"
             raise ParameterError("optimizer", rule, self.optimizer)
-        if self.folder is not None:
-            object.__setattr__(self, "folder", Path(self.folder))
+        for name in ("folder", "trace"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)))
         if self.uniform is not None and self.autocast is not None:
             raise ParameterError("autocast", "must not be given with uniform", self.autocast)
         if self.autocast is not None and self.autocast not in _AUTOCAST:
             raise ParameterError("autocast", "must be bf16 or fp16", self.autocast)
+        if self.communication is not None:
+            wanted = parse_communication(self.communication)
+            if wanted.weights is not None and (self.refine_interval or self.trace is not None):
+                rule = "must not code weights with refine_interval or trace"
+                raise ParameterError("communication", rule, self.communication, "Leave one out")
+        if self.batch_sizing and self.shares is not None:
+            raise ParameterError("batch_sizing", "must not be given with shares", True)
+        if self.refine_interval and (self.uniform or self.autocast):
+            rule = "must be 0 with uniform or autocast, which have no plan"
+            raise ParameterError("refine_interval", rule, self.refine_interval)
 
     def autocast_dtype(self) -> torch.dtype | None:
         """The dtype of autocast, None without it."""
@@ -152,6 +188,7 @@ class TrainParameters:
             "autocast": None if self.autocast is None else str(self.autocast),
             "shares": None if self.shares is None else dict(self.shares),
             "keeps checkpoints": self.folder is not None,
+            "traces": self.trace is not None,
         }
 
 

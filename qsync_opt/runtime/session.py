@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
+from torch.overrides import TorchFunctionMode
 
 from qsync_opt.errors import ParameterError
 from qsync_opt.kernels.rounding import Rounding, mix64
@@ -22,6 +23,7 @@ from qsync_opt.runtime.casts import CastCache
 from qsync_opt.runtime.products import Draw
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
 _NEAREST: Draw = (int(Rounding.NEAREST), 0, 0, 0)
@@ -44,6 +46,8 @@ class Session:
         self.cache = CastCache()
         self.scope = Scope()
         self.tells_calls_apart = False
+        #: Gives a context that puts a name on what an operator runs, while somebody traces.
+        self.label: Callable[[str], AbstractContextManager[object]] | None = None
         self._eager = _eager_for(rounding)
 
     def run(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -52,17 +56,21 @@ class Session:
         Compiled graphs hold integers fast and would be compiled again for every step, so
         operators that round stochastically stay out of them.
         """
+        if self.label is not None:
+            with self.label(arguments[-1].name):
+                return _call(function, *arguments)
         return function(*arguments) if self._eager is None else self._eager(function, *arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        del state["cache"], state["scope"], state["_eager"]
+        del state["cache"], state["scope"], state["_eager"], state["label"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.cache = CastCache()
         self.scope = Scope()
+        self.label = None
         self._eager = _eager_for(self.rounding)
 
 
@@ -72,16 +80,29 @@ class Scope(threading.local):
     owner: object = None
 
 
+class OwnerMode(TorchFunctionMode):
+    """A mode that sees the calls of the module that owns them."""
+
+
 class Within:
-    """A context in which calls belong to `owner`; None: to nobody whose calls are told apart."""
+    """A context in which calls belong to `owner`; None: to nobody whose calls are told apart.
+
+    The mode of the owner before is taken off meanwhile: it would cost the host some
+    microseconds for every function and attribute that modules inside make use of.
+    """
 
     def __init__(self, scope: Scope, owner: object) -> None:
         self._scope = scope
         self._owner = owner
+        self._mode: TorchFunctionMode | None = None
 
     def __enter__(self) -> None:
         self._before = self._scope.owner
         self._scope.owner = self._owner
+        # The compiler traces through modes, but cannot follow them being taken off.
+        told = self._before is not None and not torch.compiler.is_compiling()
+        if told and isinstance(overrides._get_current_function_mode(), OwnerMode):
+            self._mode = overrides._pop_mode()
 
     def __exit__(
         self,
@@ -90,6 +111,9 @@ class Within:
         trace: TracebackType | None,
     ) -> None:
         self._scope.owner = self._before
+        if self._mode is not None:
+            overrides._push_mode(self._mode)
+            self._mode = None
 
 
 @dataclass(frozen=True, kw_only=True)

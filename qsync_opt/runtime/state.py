@@ -9,8 +9,8 @@ from __future__ import annotations
 import base64
 import json
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +23,22 @@ from qsync_opt.runtime.distributed import Ranks
 _MODEL, _OPTIMIZER, _RANDOM = "model/", "optimizer/", "random/"
 
 
+class KeptOptimizer(Protocol):
+    """What a checkpoint needs of an optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As of torch's optimizers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of torch's optimizers."""
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """As of torch's optimizers."""
+
+
 def pack(
-    model: nn.Module, optimizer: torch.optim.Optimizer, randoms: Sequence[bytes]
+    model: nn.Module, optimizer: KeptOptimizer, randoms: Sequence[bytes]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and plain values of a checkpoint.
 
@@ -65,7 +79,7 @@ def pack(
     return tensors, {"aliases": aliases, "optimizer": {"values": values, "groups": groups}}
 
 
-def unpack(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def unpack(checkpoint: Checkpoint, model: nn.Module, optimizer: KeptOptimizer) -> None:
     """Give a model and its optimizer the state of a checkpoint.
 
     Raises:
@@ -139,6 +153,17 @@ def random_of(checkpoint: Checkpoint, rank: int) -> bytes | None:
     """The random state of a rank; None for a rank that the job did not have."""
     tensor = checkpoint.tensors.get(f"{_RANDOM}{rank}")
     return None if tensor is None else tensor.numpy().tobytes()
+
+
+def gather(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """The tensors of all ranks on rank 0, by rank and name; nothing on the others."""
+    found: dict[str, Tensor] = {}
+    for rank in range(ranks.world):
+        own = Checkpoint(step=0, facts={}, tensors=tensors) if rank == ranks.rank else None
+        one = broadcast(own, ranks, rank)
+        if one is not None and ranks.rank == 0:
+            found |= {f"{rank}/{name}": tensor for name, tensor in one.tensors.items()}
+    return found
 
 
 def broadcast(checkpoint: Checkpoint | None, ranks: Ranks, source: int = 0) -> Checkpoint | None:

@@ -10,16 +10,19 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.kernels.rounding import Rounding
-from qsync_opt.measure.step import Loss, call_model, loss_of, split_batch, to_device
+from qsync_opt.measure.step import Loss
 from qsync_opt.runtime.batches import Batches, MicroBatch
-from qsync_opt.runtime.casts import cast_floats
-from qsync_opt.runtime.convert import set_step
+from qsync_opt.runtime.communication import parse_communication
 from qsync_opt.runtime.distributed import Ranks
 from qsync_opt.runtime.parameters import TrainParameters
+from qsync_opt.runtime.passes import Labels, Pass, leaving_no_trace
+from qsync_opt.runtime.quantized_comm import GradientHook, compress_gradients
+from qsync_opt.runtime.quantized_sharding import QuantizedSharding
 from qsync_opt.runtime.scaling import LossScale
+from qsync_opt.runtime.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class Taken:
 
     Attributes:
         step: number of the step.
-        loss: mean over the rank's samples, a scalar.
+        loss: mean over the rank's samples, a scalar on the CPU; there once the step has ended.
         loss_scale: factor of the loss.
         skipped: whether gradients overflowed.
         marks: when it began, had its last gradient, had them all reduced, and ended.
@@ -39,6 +42,12 @@ class Taken:
     loss_scale: float
     skipped: bool
     marks: Sequence[Any]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its numbers are there."""
+        end = self.marks[-1]
+        return isinstance(end, float) or bool(end.query())
 
     def times(self) -> tuple[float, float]:
         """Seconds of computing and of waiting; see `StepMetrics`."""
@@ -58,6 +67,13 @@ class Stepper:
         optimizer: of the model's parameters.
         scale: None where no rank multiplies in fp16.
         parameters: of the job.
+        sharded: what `model` is the sharded copy of; None where ranks have whole replicas.
+
+    Attributes:
+        hook: that codes what is sent; None where it is sent as it is.
+
+    Raises:
+        ParameterError: what `communication` asks for is not for DDP.
     """
 
     def __init__(
@@ -71,24 +87,25 @@ class Stepper:
         optimizer: torch.optim.Optimizer,
         scale: LossScale | None,
         parameters: TrainParameters,
+        sharded: ShardedModel | None = None,
     ) -> None:
         self._model = model
+        self._sharded = sharded
         self._ranks = ranks
         self._parts = parts
         self._samples = sum(len(part.rows) for part in parts)
-        self._batches = batches
-        self._loss = loss
         self._optimizer = optimizer
         self._scale = scale
         self._schedule = parameters.schedule
         self._rates = [group["lr"] for group in optimizer.param_groups]
-        self._draws = parameters.rounding is Rounding.STOCHASTIC
-        self._autocast = parameters.autocast_dtype()
-        self._called = _Called(model, model)
-        self._wrapped: Any = None
+        self._pass = Pass(model, batches=batches, loss=loss, parameters=parameters)
+        self._wrapped: DistributedDataParallel | None = None
+        self.hook: GradientHook | QuantizedSharding | None = None
         self._ready: Any = None
         self._handle: Any = None
-        if ranks.world > 1:
+        if sharded is not None:
+            self.hook = sharded.sharding
+        elif ranks.world > 1:
             device = ranks.device
             self._wrapped = DistributedDataParallel(
                 model,
@@ -96,7 +113,10 @@ class Stepper:
                 gradient_as_bucket_view=True,
                 find_unused_parameters=parameters.find_unused_parameters,
             )
-            self._called = _Called(model, self._wrapped)
+            self._pass.called = self._wrapped
+            if parameters.communication is not None:
+                wanted = parse_communication(parameters.communication)
+                self.hook = compress_gradients(self._wrapped, wanted, seed=parameters.seed)
 
     def rehearse(self, step: int) -> None:
         """Run a step that changes nothing, before the first one.
@@ -113,19 +133,23 @@ class Stepper:
             for parameter in self._model.parameters()
             if parameter.requires_grad
         ]
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        devices = [self._ranks.device] if self._ranks.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with leaving_no_trace(self._model):
             self._run(step, 0, self._parts[0])
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        self._optimizer.zero_grad(set_to_none=True)
+        if self.hook is not None:
+            self.hook.load_state({})  # what rounding took away here is of no step
         for handle in handles:
             handle.remove()
         if last:
             watched: Any = last[-1]
             self._handle = watched.register_post_accumulate_grad_hook(self._on_last_gradient)
+
+    def precisions_changed(self) -> None:
+        """Take note that the model was converted anew."""
+        self._pass.precisions_changed()
+
+    def label(self, labels: Labels) -> None:
+        """Put names on what steps run from now on."""
+        self._pass.labels = labels
 
     def close(self) -> None:
         """Leave the model without hooks."""
@@ -134,11 +158,20 @@ class Stepper:
 
     def take(self, step: int) -> Taken:
         """Take one step."""
+        with self._pass.labels.other("step"):
+            return self._take(step)
+
+    def _take(self, step: int) -> Taken:
         factor = 1.0 if self._schedule is None else self._schedule(step)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor  # not that of a checkpoint: it may have been changed
         self._ready = None
         begin = self._mark()
+        scale = 1.0 if self._scale is None else self._scale.scale
+        if isinstance(self.hook, GradientHook):
+            self.hook.begin(step, scale)
+        elif self.hook is not None:
+            self.hook.begin(step * len(self._parts))  # it counts forward passes
         self._optimizer.zero_grad(set_to_none=True)
         total: Tensor | None = None
         for number, part in enumerate(self._parts):
@@ -149,14 +182,14 @@ class Stepper:
                 share = share * (len(part.rows) / self._samples)
             total = share if total is None else total + share
         reduced = self._mark()
-        scale = 1.0 if self._scale is None else self._scale.scale
         is_taken = self._scale is None or self._scale.unscale(self._gradients())
         if is_taken:
-            self._optimizer.step()
+            with self._pass.labels.other("optimizer"):
+                self._optimizer.step()
         ready = reduced if self._ready is None else self._ready
         return Taken(
             step=step,
-            loss=cast(Tensor, total),
+            loss=_on_host(cast(Tensor, total)),
             loss_scale=scale,
             skipped=not is_taken,
             marks=(begin, ready, reduced, self._mark()),
@@ -164,31 +197,20 @@ class Stepper:
 
     def _run(self, step: int, number: int, part: MicroBatch) -> Tensor:
         """Forward and backward of a micro-batch; its mean loss."""
-        batch = to_device(self._batches(step, part.rows), self._ranks.device)
-        inputs, target = split_batch(batch, self._loss)
-        if self._draws:
-            set_step(self._model, step * len(self._parts) + number)
-        with self._casting():
-            output = call_model(cast(nn.Module, self._called), inputs)
-        if self._loss is not None:
-            output = cast_floats(output, torch.float32)
-        loss = loss_of(output, target, self._loss)
         factor = part.weight * (1.0 if self._scale is None else self._scale.scale)
-        (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
-        return loss
+        count = step * len(self._parts) + number
+        return self._pass.run(step, part.rows, count=count, factor=factor)
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._model.parameters() if p.grad is not None]
+        found = [p.grad for p in self._model.parameters() if p.grad is not None]
+        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in found]
 
     def _without_reduction(self, is_early: bool) -> AbstractContextManager[object]:
+        if self._sharded is not None:
+            self._sharded.module.set_requires_gradient_sync(not is_early)
         if not is_early or self._wrapped is None:
             return nullcontext()
         return cast(AbstractContextManager[object], self._wrapped.no_sync())
-
-    def _casting(self) -> AbstractContextManager[object]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self._ranks.device.type, self._autocast)
 
     def _on_last_gradient(self, parameter: Tensor) -> None:
         self._ready = self._mark()
@@ -201,15 +223,16 @@ class Stepper:
         return event
 
 
-class _Called:
-    """DDP takes any arguments; how to call is told from the signature of the model inside."""
+def _on_host(value: Tensor) -> Tensor:
+    """A copy in the memory of the host, on its way.
 
-    def __init__(self, model: nn.Module, wrapped: nn.Module) -> None:
-        self.forward = model.forward
-        self._wrapped = wrapped
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapped(*args, **kwargs)
+    Reading the tensor itself would wait for all that was launched since, and the GPU would
+    then wait for the host.
+    """
+    if value.device.type != "cuda":
+        return value
+    copy = torch.empty((), dtype=value.dtype, pin_memory=True)
+    return copy.copy_(value, non_blocking=True)
 
 
 def _seconds(start: Any, end: Any) -> float:

@@ -1,7 +1,7 @@
 """`train`: one synchronous data-parallel job on unequal devices.
 
 Every rank calls it with its own device kind. Before the first step ranks agree on what must be
-equal; after every step they agree on whether to go on; whatever ends the job, its files are
+equal; in every step they agree on whether to go on; whatever ends the job, its files are
 whole and the next start goes on from them.
 """
 
@@ -9,41 +9,38 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
-from qsync_opt import __version__
-from qsync_opt.errors import ParameterError, PlanError, QsyncError, TrainError
+from qsync_opt.errors import QsyncError, TrainError
 from qsync_opt.graph import OperatorGraph
-from qsync_opt.kernels.rounding import mix64
 from qsync_opt.measure.step import Loss
-from qsync_opt.measure.uniform import uniform_plan
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.plan import PrecisionPlan
-from qsync_opt.precision import Precision
-from qsync_opt.runtime import state
-from qsync_opt.runtime.agreement import describe_parameters, plan_sha256, require_agreement
-from qsync_opt.runtime.availability import available_precisions, supported_precisions
-from qsync_opt.runtime.batches import Batches, Slices, batch_rows, count_samples, micro_batches
-from qsync_opt.runtime.casts import compute_dtype
-from qsync_opt.runtime.checkpoints import Checkpoint, CheckpointFolder
-from qsync_opt.runtime.convert import convert, revert
-from qsync_opt.runtime.distributed import Ranks, first_line, joined, names_of
+from qsync_opt.runtime.batches import Batches
+from qsync_opt.runtime.distributed import Pending, Ranks, joined, names_of
 from qsync_opt.runtime.interruption import Interruption
-from qsync_opt.runtime.layers import layer_of
+from qsync_opt.runtime.lost_ranks import Position, naming_lost_ranks
 from qsync_opt.runtime.metrics import MetricsFile, StepMetrics, memory_in_use
 from qsync_opt.runtime.parameters import TrainParameters
-from qsync_opt.runtime.scaling import LossScale
-from qsync_opt.runtime.steps import Stepper, Taken
+from qsync_opt.runtime.patching import Patch
+from qsync_opt.runtime.preparation import Parts, Preparation, Task, hook_tensors
+from qsync_opt.runtime.refinement import keep_plan, plan_to_json
+from qsync_opt.runtime.sharded_model import WholeState
+from qsync_opt.runtime.steps import Taken
+from qsync_opt.runtime.tracing import Tracing
 
 #: What a rank tells the others during a step; the highest level counts.
 _GO_ON, _STOP, _DIVERGED = 0, 1, 2
+
+#: How often a host that waits for its GPU looks whether the other ranks are still there.
+_POLL_S = 2e-4
 
 
 class TrainStatus(str, Enum):
@@ -63,6 +60,8 @@ class TrainResult:
         steps: how many steps have been taken in all.
         metrics: of this rank in this call.
         checkpoint_step: step of the newest checkpoint; None without a folder.
+        samples: of every rank in a step.
+        plan: in use at the end, which refinement may have changed; None without one.
     """
 
     status: TrainStatus
@@ -70,6 +69,8 @@ class TrainResult:
     steps: int
     metrics: tuple[StepMetrics, ...]
     checkpoint_step: int | None
+    samples: tuple[int, ...]
+    plan: PrecisionPlan | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,8 @@ def train(
         parameters: options, equal on all ranks.
         plan: of all kinds; None: the model as it is.
         kind: device kind of this rank.
-        problem: the plan's problem, for batch shares; a plan of another one is refused.
+        problem: the plan's problem, for batch shares and refinement; a plan of another one is
+            refused.
         graph: the graph that the plan was made for, see `convert`.
         batches: gives the samples of each step.
         report: called after every step, on every rank.
@@ -124,228 +126,157 @@ def train(
         TrainError: a rank is gone, or the loss is not finite any more.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    task = Task(
+        model=model,
+        batch=batch,
+        loss=loss,
+        plan=plan,
+        kind=kind,
+        problem=problem,
+        graph=graph,
+        batches=batches,
+    )
     with joined(device, parameters.timeout_s) as ranks:
-        job = _Job(ranks, kind, parameters, plan, report)
+        patch = Patch(model, kind, graph, parameters, ranks)
+        preparation = Preparation(ranks, task, parameters, patch)
         failure: QsyncError | None = None
         try:
-            job.prepare(model, batch, problem, graph)
+            preparation.alone()
         except QsyncError as error:
             failure = error
+        position = Position(kinds=[kind] * ranks.world)
         try:
-            with job.naming_lost_ranks(), Interruption() as interruption:
-                stepper = job.start(model, batch, loss, problem, batches, failure)
-                return job.run(stepper, interruption)
+            with naming_lost_ranks(ranks, position), Interruption() as interruption:
+                parts = preparation.together(failure, position)
+                with (
+                    closing(parts),
+                    closing(_Job(ranks, task, parameters, parts, position, report)) as job,
+                ):
+                    return job.run(interruption)
         finally:
-            job.close(model)
+            patch.take_off()
 
 
 class _Job:
-    """The state of one call of `train`."""
+    """Takes the steps of one call of `train` on one rank."""
 
     def __init__(
         self,
         ranks: Ranks,
-        kind: str,
+        task: Task,
         parameters: TrainParameters,
-        plan: PrecisionPlan | None,
+        parts: Parts,
+        position: Position,
         report: Callable[[TrainProgress], None] | None,
     ) -> None:
         self._ranks = ranks
-        self._kind = kind
+        self._task = task
         self._parameters = parameters
-        self._plan = plan
+        self._parts = parts
+        self._position = position
         self._report = report
-        self._kinds = [kind] * ranks.world
-        self._done = 0  # steps that all ranks have taken
-        self._batch_size = parameters.batch_size or 0
-        self._is_converted = False
-        self._multiplies_fp16 = parameters.autocast is Precision.FP16
-        folder = parameters.folder
-        self._folder = None if folder is None else CheckpointFolder(folder, parameters.keep)
-        self._saved: int | None = None
-        self._file: MetricsFile | None = None
-        self._stepper: Stepper | None = None
         self._rows: list[StepMetrics] = []
         self._bad_step: int | None = None  # first one whose loss was not finite
-
-    # --- before the first step ----------------------------------------------------------
-
-    def prepare(
-        self,
-        model: nn.Module,
-        batch: Any,
-        problem: AllocationProblem | None,
-        graph: OperatorGraph | None,
-    ) -> None:
-        """What this rank does alone: look at its batch, and convert its model."""
-        parameters, plan, device = self._parameters, self._plan, self._ranks.device
-        if parameters.batch_size is None:
-            self._batch_size = batch_rows(batch) * self._ranks.world * parameters.accumulation
-        if plan is not None and problem is not None and plan.problem != problem.sha256:
-            rule = f"must be of the problem ({problem.sha256[:12]}...)"
-            raise PlanError("problem", rule, plan.problem, "Solve this problem again")
-        precisions: Mapping[str, Precision] = {}
-        if parameters.uniform is not None:
-            precisions = _uniform(model, parameters.uniform, graph, device)
-        elif plan is not None and parameters.autocast is None:
-            precisions = plan.for_device(self._kind)
-        if precisions:
-            convert(
-                model,
-                precisions,
-                graph=graph,
-                rounding=parameters.rounding,
-                seed=parameters.seed,
-                rank=self._ranks.rank,
-                emulate=parameters.emulate,
-            )
-            self._is_converted = True
-        self._multiplies_fp16 |= any(
-            compute_dtype(precision, device) is torch.float16 for precision in precisions.values()
-        )
-
-    def start(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss: Loss | None,
-        problem: AllocationProblem | None,
-        batches: Batches | None,
-        failure: QsyncError | None,
-    ) -> Stepper:
-        """Agree with the other ranks, restore the newest checkpoint, and be ready to step."""
-        parameters, ranks = self._parameters, self._ranks
-        description = {
-            "torch": torch.__version__.partition("+")[0],
-            "qsync_opt": __version__,
-            "batch size": self._batch_size,
-            "plan": plan_sha256(self._plan),
-            "options": parameters.describe(),
-            "parameters": describe_parameters(model),
-        }
-        self._kinds = require_agreement(ranks, description, self._kind, failure)
-        shares = self._shares(problem)
-        counts = count_samples(self._batch_size, shares, parameters.accumulation)
-        self._samples = counts[ranks.rank]
-        scaled = ranks.any(self._multiplies_fp16)
-        self._scale = (
-            LossScale(ranks, parameters.loss_scale, parameters.growth_interval) if scaled else None
-        )
-        state.seed_all(mix64(mix64(parameters.seed) + ranks.rank))
-        self._model = model
-        self._optimizer = parameters.make_optimizer(model)
-        stepper = self._stepper = Stepper(
-            model,
-            ranks,
-            parts=micro_batches(counts, ranks.rank, parameters.accumulation),
-            batches=Slices(batch, ranks.device) if batches is None else batches,
-            loss=loss,
-            optimizer=self._optimizer,
-            scale=self._scale,
-            parameters=parameters,
-        )
-        self._first = 0 if self._folder is None else self._resume(self._folder)
+        self._notes: dict[int, str] = {}
+        self._before = 0.0
+        self._plan = parts.plan
+        self._file: MetricsFile | None = None
         if parameters.folder is not None:
-            self._file = MetricsFile(parameters.folder, ranks.rank, self._first)
-        if self._first < parameters.steps:
-            stepper.rehearse(self._first)
-        return stepper
+            self._file = MetricsFile(parameters.folder, ranks.rank, parts.first)
+        self._tracing = None if parameters.trace is None else Tracing(ranks, task, parameters)
 
-    def _shares(self, problem: AllocationProblem | None) -> list[float]:
-        given: Mapping[str, float] | None = self._parameters.shares
-        if given is None and problem is not None:
-            given = {device.name: device.batch_share for device in problem.devices}
-        if given is None:
-            return [1 / self._ranks.world] * self._ranks.world
-        for kind in self._kinds:
-            if kind not in given:
-                raise ParameterError("shares", f"must name the device kind {kind}", list(given))
-        return [float(given[kind]) for kind in self._kinds]
-
-    def _resume(self, folder: CheckpointFolder) -> int:
-        """Restore the newest checkpoint, if there is one; the step to begin with."""
-        ranks, parameters = self._ranks, self._parameters
-        newest = -1
-        failure: QsyncError | None = None
-        try:
-            folder.prepare()
-            newest = max(folder.steps(), default=-1)
-            if newest >= 0 and not parameters.resume:
-                rule = "must hold no checkpoints unless they are to be used"
-                raise ParameterError("folder", rule, str(folder.folder), "Give another one")
-        except QsyncError as error:
-            failure = error
-        ranks.share_failure(failure)
-        # Hosts need not share the folder, and a launcher may number them anew at a restart.
-        all_newest = [int(raw) for raw in ranks.gather_bytes(str(newest).encode())]
-        source = all_newest.index(max(all_newest))
-        found: Checkpoint | None = None
-        try:
-            if ranks.rank == source and newest >= 0:
-                found = folder.load(newest)
-        except QsyncError as error:
-            failure = error
-        ranks.share_failure(failure)
-        found = state.broadcast(found, ranks, source)
-        if found is None:
-            return 0
-        plan = plan_sha256(self._plan)
-        if found.facts["plan"] != plan:
-            rule = f"must be of the plan that is given ({plan[:12]}...)"
-            remedy = "Give the plan it was made with, or another folder"
-            where = f"checkpoint of step {found.step}"
-            raise PlanError(where, rule, found.facts["plan"], remedy)
-        state.unpack(found, self._model, self._optimizer)
-        if self._scale is not None and found.facts["loss_scale"] is not None:
-            self._scale.load(found.facts["loss_scale"])
-        own = state.random_of(found, ranks.rank)
-        if own is not None:
-            state.set_random_state(own, ranks.device)
-        self._saved = found.step
-        return found.step
-
-    # --- stepping -----------------------------------------------------------------------
-
-    def run(self, stepper: Stepper, interruption: Interruption) -> TrainResult:
+    def run(self, interruption: Interruption) -> TrainResult:
         """Take the steps that are left."""
-        parameters, ranks = self._parameters, self._ranks
-        is_late = ranks.device.type == "cuda"  # reading a number at once would stop the launching
+        parameters, parts, position = self._parameters, self._parts, self._position
+        is_late = self._ranks.device.type == "cuda"  # numbers are read when a step has ended
         pending: tuple[Taken, float] | None = None
-        done = self._done = self._first
-        stopped = False
-        before = time.perf_counter()
-        while done < parameters.steps and not stopped:
-            level = _STOP if interruption.requested else _GO_ON
-            asked = ranks.start_max(level if self._bad_step is None else _DIVERGED)
-            taken = stepper.take(done)
+        done = position.done = parts.first
+        is_over = done >= parameters.steps
+        self._before = time.perf_counter()
+        # Asked for before it is needed, so that it costs nothing, and while a GPU is waited for
+        # tells whether the ranks are there that it waits for.
+        asked = self._ask(interruption)
+        while not is_over:
+            self._before_step(done)
+            taken = parts.stepper.take(done)
             now = time.perf_counter()
-            if pending is not None:
-                self._finish(*pending)
-            pending, before = (taken, now - before), now
+            step_s, self._before = now - self._before, now
             if not is_late:
-                self._finish(*pending)
-                pending = None
+                self._finish(taken, step_s)
             highest = asked.result()
             if highest == _DIVERGED:
                 self._raise_diverged()
             done += 1
-            self._done = done
-            stopped = highest == _STOP
+            position.done = done
+            is_over = highest == _STOP or done == parameters.steps
+            asked = self._ask(interruption)
+            if pending is not None:
+                self._await(pending[0], asked)
+                self._finish(*pending)
+            pending = (taken, step_s) if is_late else None
             interval = parameters.checkpoint_interval
-            if stopped or done == parameters.steps or (interval and done % interval == 0):
-                if pending is not None:
-                    self._finish(*pending)
-                    pending = None
+            is_saved = is_over or bool(interval and done % interval == 0)
+            is_traced = self._tracing is not None and self._tracing.ends_with(done, is_over)
+            if pending is not None and (is_saved or is_traced):
+                self._await(pending[0], asked)
+                self._finish(*pending)
+                pending = None
+            if is_traced and self._tracing is not None:
+                self._tracing.write(parts.stepper)
+                self._before = time.perf_counter()
+            if is_saved:
                 self._save(done)
-                before = time.perf_counter()
-        finished = done >= parameters.steps
+                self._before = time.perf_counter()
+        asked.result()
         return TrainResult(
-            status=TrainStatus.FINISHED if finished else TrainStatus.INTERRUPTED,
-            first_step=self._first,
+            status=TrainStatus.INTERRUPTED if done < parameters.steps else TrainStatus.FINISHED,
+            first_step=parts.first,
             steps=done,
             metrics=tuple(self._rows),
-            checkpoint_step=self._saved,
+            checkpoint_step=position.saved,
+            samples=tuple(parts.counts),
+            plan=self._plan,
         )
+
+    def close(self) -> None:
+        """Leave nothing open."""
+        if self._file is not None:
+            self._file.close()
+        if self._tracing is not None:
+            self._tracing.close()
+
+    def _ask(self, interruption: Interruption) -> Pending:
+        """Begin to ask whether all ranks take the next step."""
+        level = _STOP if interruption.requested else _GO_ON
+        return self._ranks.start_max(level if self._bad_step is None else _DIVERGED)
+
+    def _before_step(self, step: int) -> None:
+        """What is due between steps: another plan, the beginning of a trace."""
+        parts = self._parts
+        refinement = parts.refinement
+        if refinement is not None:
+            note = refinement.before_step(step)
+            if note is not None:
+                self._notes[step] = note
+                self._before = time.perf_counter()
+            if refinement.plan is not self._plan:
+                self._plan = refinement.plan
+                parts.stepper.precisions_changed()
+                if self._parameters.folder is not None and self._ranks.rank == 0:
+                    keep_plan(self._parameters.folder, step, refinement.plan)
+        if self._tracing is not None and self._tracing.begins_with(step, parts.first):
+            self._tracing.start(parts.stepper, step)
+            self._before = time.perf_counter()
+
+    def _await(self, taken: Taken, asked: Pending) -> None:
+        """Wait for the end of a step on the GPU, unless a rank is gone that it waits for.
+
+        Raises:
+            RuntimeError: of the network.
+        """
+        while not taken.has_ended:
+            asked.check()
+            time.sleep(_POLL_S)
 
     def _finish(self, taken: Taken, step_s: float) -> None:
         """Read the numbers of a step and hand them on."""
@@ -354,15 +285,16 @@ class _Job:
         row = StepMetrics(
             step=taken.step,
             rank=self._ranks.rank,
-            kind=self._kind,
+            kind=self._task.kind,
             loss=loss,
-            samples=self._samples,
+            samples=self._parts.counts[self._ranks.rank],
             step_s=step_s,
             compute_s=compute_s,
             wait_s=wait_s,
             memory_bytes=memory_in_use(self._ranks.device),
             loss_scale=taken.loss_scale,
             skipped=taken.skipped,
+            refinement=self._notes.pop(taken.step, None),
         )
         self._rows.append(row)
         if not math.isfinite(loss) and not taken.skipped and self._bad_step is None:
@@ -371,28 +303,31 @@ class _Job:
             self._file.write(row)
         if self._report is not None:
             steps = self._parameters.steps
-            self._report(TrainProgress(first_step=self._first, steps=steps, metrics=row))
+            self._report(TrainProgress(first_step=self._parts.first, steps=steps, metrics=row))
 
     def _save(self, done: int) -> None:
         """Write a checkpoint; no rank goes on before it is there."""
-        ranks = self._ranks
-        if ranks.any(self._bad_step is not None):
+        if self._ranks.any(self._bad_step is not None):
             self._raise_diverged()
-        if self._folder is None:
-            return
-        randoms = ranks.gather_bytes(state.random_state(ranks.device))
-        failure: QsyncError | None = None
-        if ranks.rank == 0:
-            try:
-                tensors, facts = state.pack(self._model, self._optimizer, randoms)
-                scale = None if self._scale is None else self._scale.state()
-                facts |= {"plan": plan_sha256(self._plan), "loss_scale": scale}
-                facts |= {"world": ranks.world, "kinds": self._kinds}
-                self._folder.save(Checkpoint(step=done, facts=facts, tensors=tensors))
-            except QsyncError as error:
-                failure = error
-        ranks.share_failure(failure)
-        self._saved = done
+        parts = self._parts
+        facts: dict[str, Any] = {
+            "world": self._ranks.world,
+            "kinds": self._position.kinds,
+            "samples": parts.counts,
+            "current_plan": None,
+        }
+        if self._plan is not None and self._plan is not self._task.plan:
+            facts["current_plan"] = plan_to_json(self._plan)
+        tensors = {} if parts.refinement is None else parts.refinement.tensors()
+        if parts.stepper.hook is not None and self._parameters.folder is not None:
+            tensors |= hook_tensors(parts.stepper.hook, self._ranks)
+        if parts.sharded is not None:
+            parts.sharded.collect()
+        if isinstance(parts.optimizer, WholeState) and self._parameters.folder is not None:
+            parts.optimizer.collect()
+        parts.keeper.save(
+            done, self._task.model, parts.optimizer, parts.scale, facts=facts, tensors=tensors
+        )
 
     def _raise_diverged(self) -> None:
         # The gradient carries it to all ranks; the ranks with the earliest step began it.
@@ -400,56 +335,10 @@ class _Job:
         told = {r: int(raw) for r, raw in enumerate(self._ranks.gather_bytes(mine)) if raw}
         first = min(told.values())
         lost = [rank for rank, step in told.items() if step == first]
-        kept = "no checkpoint" if self._saved is None else f"the checkpoint of step {self._saved}"
+        saved = self._position.saved
+        kept = "no checkpoint" if saved is None else f"the checkpoint of step {saved}"
         raise TrainError(
-            f"the loss of {names_of(lost, self._kinds)} is not finite in step {first};"
+            f"the loss of {names_of(lost, self._position.kinds)} is not finite in step {first};"
             f" {kept} comes from before",
             "Lower the learning rate, or give operators more precision",
         )
-
-    @contextmanager
-    def naming_lost_ranks(self) -> Iterator[None]:
-        """Turn the failure of a collective into the name of the rank that is gone."""
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, QsyncError) or not _is_of_the_network(error):
-                raise
-            lost = self._ranks.missing(f"roll call after {self._done}")
-            name = names_of(lost, self._kinds) if lost else "a rank"
-            last = f"the last step that all ranks took is step {self._done - 1}"
-            kept = "from the start" if self._saved is None else f"from step {self._saved}"
-            raise TrainError(
-                f"{name} is gone; {last if self._done else 'no step was taken'}"
-                f" ({first_line(error)})",
-                f"Start the job again: it goes on {kept}",
-            ) from error
-
-    def close(self, model: nn.Module) -> None:
-        """Leave the model's modules as they were."""
-        if self._file is not None:
-            self._file.close()
-        if self._stepper is not None:
-            self._stepper.close()
-        if self._is_converted:
-            with suppress(ParameterError):  # somebody changed classes since; not ours to undo
-                revert(model)
-
-
-def _uniform(
-    model: nn.Module, precision: Precision, graph: OperatorGraph | None, device: torch.device
-) -> dict[str, Precision]:
-    if graph is not None:
-        return uniform_plan(graph, precision, available_precisions(device))
-    found = {}
-    for name, module in model.named_modules():
-        layer = layer_of(module)
-        if layer is not None:
-            has = precision in supported_precisions(layer.kind)
-            found[name] = precision if has else precision.output
-    return found
-
-
-def _is_of_the_network(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return isinstance(error, distributed.DistError) or "gloo" in text or "nccl" in text

@@ -69,20 +69,26 @@ def memory_timeline(
         [forward[rows, column], backward[rows, column][::-1]]  # type: ignore[index]  # set
     )
     saved = device.saved
-    steps = {dtype: np.zeros(2 * count + 1, dtype=np.int64) for dtype in saved.dtypes}
-    first = first_savers(device).tolist()
-    columns = column.tolist()
-    for tensor in range(len(saved)):
-        start = first[tensor]
-        dtypes = {problem.storage[columns[saver]] for saver in saved.savers_of(tensor).tolist()}
-        for dtype in dtypes:
-            size = int(saved.size_bytes[tensor, saved.dtypes.index(dtype)])
-            steps[dtype][start] += size
-            steps[dtype][2 * count - start] -= size  # after its backward, point 2N - 1 - start
+    steps = np.zeros((len(saved.dtypes), 2 * count + 1), dtype=np.int64)
+    if len(saved):
+        # A dtype that no saver can ask for has no column; 0 stands for it.
+        dtype_of = np.array(
+            [saved.dtypes.index(s) if s in saved.dtypes else 0 for s in problem.storage]
+        )
+        owner = np.repeat(np.arange(len(saved)), np.diff(saved.saver_start))
+        kept = np.unique(owner * len(saved.dtypes) + dtype_of[column[saved.savers]])
+        tensor, dtype = np.divmod(kept, len(saved.dtypes))
+        start, size = first_savers(device)[tensor], saved.size_bytes[tensor, dtype]
+        np.add.at(steps, (dtype, start), size)
+        np.subtract.at(steps, (dtype, 2 * count - start), size)  # after point 2N - 1 - start
     return MemoryTimeline(
         fixed_bytes=device.fixed_bytes,
         saved_bytes=MappingProxyType(
-            {d: freeze(np.cumsum(step)[:-1]) for d, step in steps.items() if step.any()}
+            {
+                dtype: freeze(np.cumsum(step)[:-1])
+                for dtype, step in zip(saved.dtypes, steps, strict=True)
+                if step.any()
+            }
         ),
         transient_bytes=freeze(transient),
     )

@@ -7,6 +7,12 @@ buckets in order, each when the slowest rank is ready and the bucket before is d
     end_i   = max(end_{i-1}, launched_i) + duration_i          (tasks of one rank)
     start_k = max(end_{k-1}, max over ranks of ready_k)        (buckets)
 
+A host that waits for its device in every step starts each with nothing launched. One that does
+not runs ahead: where it takes less than a step it comes to be a whole step ahead and limits
+nothing, else it sets the pace. So the time from one step to the next settles at the larger of
+a step without such hosts and what the slowest of them takes to launch one (in max-plus terms
+the largest mean weight of a cycle: nothing leads from a device back to such a host).
+
 While an all-reduce runs, a rank computes `overlap_slowdown` times as slowly. Time is measured
 in work done: with W(t) the work that a device could have done by time t, the first line is
 solved for all tasks at once as  W(end_i) = D_i + max over j <= i of (W(launched_j) - D_{j-1}),
@@ -32,8 +38,11 @@ from qsync_opt.plan import PrecisionPlan
 from qsync_opt.simulate.memory import MemoryTimeline, memory_timeline
 from qsync_opt.simulate.tasks import HostCosts, Tasks, Work, device_tasks
 
-#: Steps that are replayed until the host's lead over its device has settled; the last counts.
+#: Steps that are replayed where a host that runs ahead sets the pace; the last is shown.
 _STEPS = 4
+
+#: Hosts this close to the slowest count as slowest: sums of floats differ by their order.
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,12 +122,16 @@ def replay(
         host = hosts.get(device.name)
         lanes[device.name] = _Lane(device_tasks(problem, device, column, host), host)
     reduce_s = np.array([bucket.all_reduce_s for bucket in problem.buckets], dtype=np.float64)
-    begin, period = 0.0, 0.0
-    for _ in range(_STEPS):
-        starts, ends = _step(lanes, reduce_s, begin)
-        finish = max(float(lane.end[-1]) for lane in lanes.values())
-        finish = max(finish, float(ends[-1]) if len(ends) else finish)
-        period, last, begin = finish - begin, begin, finish
+    starts, ends, pace = _step(lanes, reduce_s, 0.0)
+    last = 0.0
+    slowest = max((lane.host_s for lane in lanes.values() if not lane.waits), default=0.0)
+    if slowest > pace * (1 + _ROUNDING):
+        pace, begin = slowest, 0.0
+        for lane in lanes.values():
+            lane.limits = not lane.waits and lane.host_s >= slowest * (1 - _ROUNDING)
+        for _ in range(_STEPS):
+            starts, ends, finish = _step(lanes, reduce_s, begin)
+            last, begin = begin, finish
     kinds = {}
     for device, column in zip(problem.devices, columns, strict=True):
         lane = lanes[device.name]
@@ -126,7 +139,7 @@ def replay(
         kinds[device.name] = lane.result(last, starts, ends, memory)
     errors = [host.error for host in hosts.values() if host.error is not None]
     return Replay(
-        iteration_time_s=period,
+        iteration_time_s=pace,
         error=max(errors, default=None),
         reduce_start_s=starts - last,
         reduce_end_s=ends - last,
@@ -137,8 +150,8 @@ def replay(
 
 def _step(
     lanes: Mapping[str, _Lane], reduce_s: FloatArray, begin: float
-) -> tuple[FloatArray, FloatArray]:
-    """One step of all ranks, from a common beginning: start and end of every all-reduce."""
+) -> tuple[FloatArray, FloatArray, float]:
+    """One step of all ranks from a common beginning: when reductions start and end, and its end."""
     for lane in lanes.values():
         lane.begin(begin)
     starts, ends = np.empty(len(reduce_s)), np.empty(len(reduce_s))
@@ -151,25 +164,39 @@ def _step(
             lane.overlap(starts[k], free)
     for lane in lanes.values():
         lane.advance(len(lane.tasks.duration_s))
-    return starts, ends
+    finish = max(float(lane.end[-1]) for lane in lanes.values())
+    return starts, ends, max(finish, float(ends[-1])) if len(ends) else finish
 
 
 class _Lane:
-    """Host and device of one rank, as far as they are known."""
+    """Host and device of one rank, as far as they are known.
+
+    Attributes:
+        waits: see `HostCosts`.
+        limits: whether the host is one that runs ahead and still is the slowest of all.
+        host_s: what the host takes to launch a step.
+    """
 
     def __init__(self, tasks: Tasks, host: HostCosts | None) -> None:
         self.tasks = tasks
         self._rate = 1.0 if host is None else 1.0 / host.overlap_slowdown
         self._before = np.append(0.0, np.cumsum(tasks.duration_s))
         self._launch = np.cumsum(tasks.launch_s)
+        self.waits = host is not None and host.waits
+        self.limits = False
+        self.host_s = float(self._launch[-1]) if len(self._launch) else 0.0
         self._host_free = 0.0
         count = len(tasks.duration_s)
         self.launched, self.start, self.end = np.empty(count), np.empty(count), np.empty(count)
 
     def begin(self, at: float) -> None:
-        """A new step: the host goes on at once, the device from `at` on."""
+        """A new step: the device goes on from `at` on."""
+        if self.waits:
+            self._host_free = at
+        elif not self.limits:
+            self._host_free = at - self.host_s  # a step ahead, and more makes no difference
         self.launched = self._host_free + self._launch
-        self._host_free = float(self.launched[-1]) if len(self._launch) else self._host_free
+        self._host_free += self.host_s
         self._done, self._finished = 0, at
         #: Times at which the speed changes, and the work that could be done by then.
         self._times, self._works = [at], [0.0]

@@ -44,6 +44,9 @@ class HostCosts:
         optimizer_s: until it has launched the optimizer step.
         overlap_slowdown: by how much an all-reduce that runs at the same time stretches
             compute, >= 1.
+        waits: whether the host waits for its device in every step before it launches the
+            optimizer, as scaling the loss or clipping by the norm makes it. A host that does
+            not runs ahead, and limits only where it takes longer than a whole step.
         error: relative error of the iteration time measured on held-out plans; None if
             nobody measured it.
     """
@@ -52,6 +55,7 @@ class HostCosts:
     backward_s: FloatArray
     optimizer_s: float = 0.0
     overlap_slowdown: float = 1.0
+    waits: bool = False
     error: float | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +70,8 @@ class HostCosts:
             raise ParameterError("host.overlap_slowdown", rule, self.overlap_slowdown)
         if not 0.0 <= self.optimizer_s < np.inf:
             raise ParameterError("host.optimizer_s", "must be >= 0", self.optimizer_s)
+        if self.error is not None and not 0.0 <= self.error < np.inf:
+            raise ParameterError("host.error", "must be a finite number >= 0", self.error)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

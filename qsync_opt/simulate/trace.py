@@ -22,8 +22,9 @@ from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.simulate.replay import KindReplay, Replay
 from qsync_opt.simulate.tasks import Tasks, Work
 
-_HOST, _DEVICE, _NETWORK = 0, 1, 2
-_LANES = {_HOST: "host", _DEVICE: "device", _NETWORK: "network"}
+#: The threads of a rank's process.
+HOST, DEVICE, NETWORK = 0, 1, 2
+LANES = {HOST: "host", DEVICE: "device", NETWORK: "network"}
 
 #: Chrome traces count in microseconds.
 _US = 1e6
@@ -59,10 +60,7 @@ def to_trace(problem: AllocationProblem, replayed: Replay) -> dict[str, Any]:
         part = replayed.kinds[device.name]
         own = _events(problem, part)
         for _ in range(device.workers):
-            events.append(_named("process_name", rank, f"rank {rank} ({device.name})"))
-            events += [
-                {**_named("thread_name", rank, name), "tid": lane} for lane, name in _LANES.items()
-            ]
+            events += process_events(rank, device.name)
             events += [{**event, "pid": rank} for event in own]
             events += [{**event, "pid": rank} for event in _reductions(problem, replayed)]
             rank += 1
@@ -79,9 +77,22 @@ def to_trace(problem: AllocationProblem, replayed: Replay) -> dict[str, Any]:
 
 def save_trace(problem: AllocationProblem, replayed: Replay, path: str | os.PathLike[str]) -> None:
     """Write a replay as a Chrome trace (.json, or .json.gz)."""
-    text = json.dumps(to_trace(problem, replayed), separators=(",", ":")).encode()
+    save_document(to_trace(problem, replayed), path)
+
+
+def save_document(document: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a Chrome trace (.json, or .json.gz)."""
+    text = json.dumps(document, separators=(",", ":")).encode()
     data = gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text
     write_atomically(Path(path), data)
+
+
+def process_events(rank: int, kind: str) -> list[dict[str, Any]]:
+    """What names the process of a rank and its lanes."""
+    return [
+        _named("process_name", rank, f"rank {rank} ({kind})"),
+        *({**_named("thread_name", rank, name), "tid": lane} for lane, name in LANES.items()),
+    ]
 
 
 def compare_traces(
@@ -90,7 +101,8 @@ def compare_traces(
     """What differs most between a replay and a measured trace, the largest difference first.
 
     A measured event belongs to the operator whose name it bears, or begins with before a
-    blank (`layer1.0.conv1 forward`). Nested events of one operator count once, and so does a
+    blank (`layer1.0.conv1 forward`). Where the trace has a process for each rank, as those of
+    `train` have, those of one rank count. Nested events of one operator count once, and so does a
     trace of several steps, by the number of its events called `step` (or starting with
     `ProfilerStep`).
 
@@ -98,7 +110,7 @@ def compare_traces(
         problem: the problem.
         replayed: a replay of it.
         measured: a Chrome trace (.json or .json.gz), such as torch.profiler writes.
-        rank: whose prediction it is compared with.
+        rank: whose prediction it is compared with, and whose process it is.
 
     Raises:
         FormatError: not a Chrome trace, or one without any operator of the problem.
@@ -114,7 +126,7 @@ def compare_traces(
     ):
         if operator >= 0:
             predicted[problem.operators[operator].name] += end - start
-    found = _measured(Path(measured), set(predicted))
+    found = _measured(Path(measured), set(predicted), rank)
     rows = [
         Difference(name=name, predicted_s=predicted[name], measured_s=seconds)
         for name, seconds in found.items()
@@ -122,8 +134,8 @@ def compare_traces(
     return sorted(rows, key=lambda row: (-abs(row.extra_s), row.name))
 
 
-def _measured(path: Path, names: set[str]) -> dict[str, float]:
-    """Seconds per step of the operators that a trace names."""
+def _measured(path: Path, names: set[str], rank: int) -> dict[str, float]:
+    """Seconds per step of the operators that a trace names, on one rank."""
     where = path.name
     if path.stat().st_size > _LARGEST_TRACE:
         raise FormatError(where, f"must be smaller than {_LARGEST_TRACE} bytes", "a larger file")
@@ -132,8 +144,14 @@ def _measured(path: Path, names: set[str]) -> dict[str, float]:
         data = json.loads(raw)
         events = data["traceEvents"] if isinstance(data, dict) else data
         complete = [event for event in events if event.get("ph") == "X"]
+        processes = _processes(events)
     except (ValueError, KeyError, TypeError, AttributeError, gzip.BadGzipFile, EOFError) as error:
         raise FormatError(where, "must be a Chrome trace", str(error)) from None
+    if processes and rank not in processes:
+        known = ", ".join(map(str, sorted(processes)))
+        raise FormatError("rank", f"must be one of the measured trace's: {known}", rank)
+    if processes:
+        complete = [event for event in complete if event.get("pid") == processes[rank]]
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     steps = 0
     for event in complete:
@@ -148,6 +166,18 @@ def _measured(path: Path, names: set[str]) -> dict[str, float]:
         remedy = "Name what an operator runs with torch.profiler.record_function"
         raise FormatError(where, rule, f"{len(complete)} events", remedy)
     return {name: _covered(rows) / _US / max(steps, 1) for name, rows in spans.items()}
+
+
+def _processes(events: list[dict[str, Any]]) -> dict[int, object]:
+    """Rank -> its process, where processes are named after ranks."""
+    found = {}
+    for event in events:
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            word, _, rest = str(event["args"]["name"]).partition(" ")
+            number = rest.partition(" ")[0]
+            if word == "rank" and number.isdecimal():
+                found[int(number)] = event["pid"]
+    return found
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
@@ -185,11 +215,11 @@ def _events(problem: AllocationProblem, part: KindReplay) -> list[dict[str, Any]
         kind = Tasks.WORKS[work]
         name = "optimizer" if operator < 0 else f"{problem.operators[operator].name} {kind}"
         start, end = float(part.start_s[index]), float(part.end_s[index])
-        events.append(_span(name, _DEVICE, str(kind), start, end))
+        events.append(_span(name, DEVICE, str(kind), start, end))
         launch = float(tasks.launch_s[index])
         if launch > 0:
             done = float(part.launched_s[index])
-            events.append(_span(name, _HOST, str(kind), done - launch, done))
+            events.append(_span(name, HOST, str(kind), done - launch, done))
         if kind in (Work.FORWARD, Work.BACKWARD):
             point = operator if kind is Work.FORWARD else 2 * count - 1 - operator
             events.append(
@@ -203,7 +233,7 @@ def _reductions(problem: AllocationProblem, replayed: Replay) -> list[dict[str, 
     times = zip(replayed.reduce_start_s.tolist(), replayed.reduce_end_s.tolist(), strict=True)
     return [
         {
-            **_span(f"all-reduce {k}", _NETWORK, "communication", start, end),
+            **_span(f"all-reduce {k}", NETWORK, "communication", start, end),
             "args": {"bytes": problem.buckets[k].size_bytes},
         }
         for k, (start, end) in enumerate(times)

@@ -37,12 +37,20 @@ from qsync_opt.measure.measuring import (
     MeasureProgress,
     TrainedModel,
     measure,
-    processor_name,
 )
 from qsync_opt.measure.memory import saved_storages
 from qsync_opt.measure.model_file import load_model, parse_sizes
+from qsync_opt.measure.provenance import processor_name
 from qsync_opt.measure.step import split_batch, to_device
-from qsync_opt.measure.uniform import Step, converted, run_loss, step_of, uniform_plan
+from qsync_opt.measure.uniform import (
+    Step,
+    converted,
+    run_loss,
+    step_of,
+    uniform_plan,
+    warmed_up,
+)
+from qsync_opt.optimize.arrays import IntArray
 from qsync_opt.optimize.evaluate import DeviceEvaluation, evaluate_device, follower_columns
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.perturbation import PerturbationProvenance, PerturbationTable
@@ -87,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data: dict[str, Any] = {
         "format": "qsync-opt/benchmark",
         "version": 1,
-        "machine": _machine(options.device),
+        "machine": machine(options.device),
         "device": options.device,
         "threads": options.threads,
         "timer": "thread" if options.cpu_time else "wall",
@@ -103,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _machine(device: str) -> dict[str, str]:
+def machine(device: str) -> dict[str, str]:
+    """What a benchmark ran on."""
     row: dict[str, str] = {
         "cpu": processor_name(),
         "cores": str(os.cpu_count()),
@@ -158,8 +167,14 @@ def _one_model(text: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def single_problem(graph: OperatorGraph, costs: DeviceCosts) -> AllocationProblem:
     """One worker of the measured kind; perturbations play no part."""
+    cluster = Cluster(kinds=(ClusterKind(name=KIND),))
+    return build_problem(graph, {KIND: costs}, empty_table(graph, costs), cluster)
+
+
+def empty_table(graph: OperatorGraph, costs: DeviceCosts) -> PerturbationTable:
+    """Perturbations that are all 0."""
     names = tuple(row.name for row in graph.operators)
-    table = PerturbationTable(
+    return PerturbationTable(
         graph=graph.sha256,
         operators=names,
         precisions=costs.precisions,
@@ -178,7 +193,6 @@ def single_problem(graph: OperatorGraph, costs: DeviceCosts) -> AllocationProble
             date="",
         ),
     )
-    return build_problem(graph, {KIND: costs}, table, Cluster(kinds=(ClusterKind(name=KIND),)))
 
 
 def all_plans(
@@ -203,11 +217,15 @@ def all_plans(
 
 def predict(graph: OperatorGraph, problem: AllocationProblem, plan: Plan) -> DeviceEvaluation:
     """What the problem says of a plan, without the optimizer's step."""
+    return evaluate_device(problem, problem.devices[0], columns_of(graph, problem, plan))
+
+
+def columns_of(graph: OperatorGraph, problem: AllocationProblem, plan: Plan) -> IntArray:
+    """The precision of every operator, as its column in the problem."""
     columns = [
         problem.precisions.index(plan.get(row.name, Precision.FP32)) for row in graph.operators
     ]
-    chosen = follower_columns(problem, np.array(columns, dtype=np.int64))
-    return evaluate_device(problem, problem.devices[0], chosen)
+    return follower_columns(problem, np.array(columns, dtype=np.int64))
 
 
 def measure_plans(
@@ -218,8 +236,20 @@ def measure_plans(
     plans: Mapping[str, Plan],
     clock: Clock,
     seconds: float,
+    turns: int = _TURNS,
 ) -> list[dict[str, Any]]:
-    """Predicted and measured numbers of every plan."""
+    """Predicted and measured numbers of every plan.
+
+    Args:
+        graph: of the model.
+        trained: the model and its batch.
+        problem: of one worker; see `single_problem`.
+        costs: what the problem was made of.
+        plans: name -> plan.
+        clock: of the device.
+        seconds: of steps for each plan.
+        turns: of each plan and of fp32.
+    """
     rows = []
     step = step_of(trained.model, trained.batch, trained.loss, clock)
     kind = problem.devices[0]
@@ -227,7 +257,7 @@ def measure_plans(
     before = costs.step_of[Precision.FP32]
     for name, plan in plans.items():
         told = predict(graph, problem, plan)
-        times, reference_s = _alternate(graph, trained, plan, reference, step, seconds)
+        times, reference_s = _alternate(graph, trained, plan, reference, step, seconds, turns)
         with converted(trained.model, graph, plan):
             memory = _memory(trained, clock.device)
         forward_s, backward_s, host_s = (
@@ -271,25 +301,25 @@ def _alternate(
     reference: Plan,
     step: Step,
     seconds: float,
+    turns: int,
 ) -> tuple[list[tuple[float, float, float]], float]:
     """Steps of a plan, and the median seconds of fp32 steps run in between."""
     rows: list[tuple[float, float, float]] = []
     references = []
-    for _ in range(_TURNS):
+    for _ in range(turns):
         with converted(trained.model, graph, plan):
-            rows += _times(step, seconds / 2 / _TURNS)
+            rows += _times(step, seconds / 2 / turns)
         with converted(trained.model, graph, reference):
-            references += _times(step, seconds / 2 / _TURNS)
+            references += _times(step, seconds / 2 / turns)
     return rows, statistics.median(forward + backward for forward, backward, _ in references)
 
 
 def _times(step: Step, seconds: float) -> list[tuple[float, float, float]]:
-    for _ in range(2):
-        step()
+    ahead_s = warmed_up(step)
     rows: list[tuple[float, float, float]] = []
     end = time.perf_counter() + seconds
     while len(rows) < 3 or time.perf_counter() < end:
-        rows.append(step())
+        rows.append(step(ahead_s))
     return rows
 
 

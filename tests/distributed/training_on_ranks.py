@@ -27,37 +27,18 @@ from qsync_opt.runtime.layers import layer_of
 from qsync_opt.runtime.metrics import global_losses, read_metrics
 from qsync_opt.runtime.parameters import TrainParameters
 from qsync_opt.runtime.trainer import TrainProgress, TrainResult, TrainStatus, train
+from tests.distributed import changing_plans, unequal_ranks
+from tests.distributed.small_training import (
+    KINDS,
+    ROWS,
+    data,
+    plan_of,
+    require_equal,
+    small_model,
+    weights,
+)
 
-KINDS = ("strong", "weak")
 MODELS = Path(__file__).parents[2] / "models"
-ROWS = 20
-
-
-def small_model(width: int = 24, dropout: float = 0.0) -> nn.Sequential:
-    """The same weights every time; no batch norm, whose gradient is not a sum over samples."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(8, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 3)]
-    return nn.Sequential(*layers)
-
-
-def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    targets = torch.randint(3, (ROWS,), generator=generator)
-    return torch.randn(ROWS, 8, generator=generator), targets
-
-
-def plan_of(weak: Precision, names: tuple[str, ...] = ("0", "3")) -> PrecisionPlan:
-    devices = {"strong": dict.fromkeys(names, Precision.FP32), "weak": dict.fromkeys(names, weak)}
-    return PrecisionPlan(problem="0" * 64, devices=devices)
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def require_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 def gradient_of_unequal_shares(accumulation: int, rank: int, folder: Path) -> None:
@@ -310,6 +291,8 @@ PARTS: Mapping[str, Callable[[int, Path], None]] = {
     "mixed plan cnn": partial(mixed_plan, "small_cnn"),
     "mixed plan gpt": partial(mixed_plan, "small_gpt"),
     "unwritable folder": unwritable_folder,
+    **changing_plans.PARTS,
+    **unequal_ranks.PARTS,
 }
 
 

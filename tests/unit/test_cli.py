@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from qsync_opt import cli
+from qsync_opt import cli, options
 from qsync_opt.files import load_plan, load_problem, save_problem
 from qsync_opt.optimize.evaluate import evaluate
 from qsync_opt.optimize.interrupter import Interrupter
@@ -71,8 +71,8 @@ def infeasible_file(small_problem: AllocationProblem, tmp_path: Path) -> Path:
 
 
 def test_the_lists_of_names_are_those_of_the_library() -> None:
-    assert cli.METHODS == METHODS
-    assert cli.SOLVERS == SOLVERS
+    assert options.METHODS == METHODS
+    assert options.SOLVERS == SOLVERS
 
 
 def test_solve_gives_what_the_library_gives(
@@ -280,18 +280,6 @@ def test_generate_gives_the_same_file_for_the_same_seed(capsys: Captured, tmp_pa
     assert first == again != other
 
 
-def test_demo_writes_the_pictures_the_plans_and_the_mps(
-    capsys: Captured, problem_file: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "out"
-    code, shown = run_json(capsys, "demo", problem_file, "--output", folder, "--slacks", "0,0.1")
-    assert code == 0
-    files = shown["files"]
-    assert isinstance(files, list)
-    assert {Path(name).name for name in files} >= {"pareto.png", "pareto.svg", "problem.mps.gz"}
-    assert all(Path(name).stat().st_size > 0 for name in files)
-
-
 # --- what is refused --------------------------------------------------------------------
 
 
@@ -338,6 +326,8 @@ def test_demo_writes_the_pictures_the_plans_and_the_mps(
         (["generate", "{folder}/g.json", "--costs", "free"], "--costs"),
         (["generate", "{missing}/g.json"], "{missing}"),
         (["demo", "{problem}", "--output", "{problem}/out"], "{problem}"),
+        (["demo", "--steps", "0"], "--steps"),
+        (["demo", "--task", "chess"], "--task"),
     ],
 )
 def test_bad_usage_is_one_line_that_names_it(
@@ -476,7 +466,7 @@ def noisy(plain):
 for name in ("incumbent", "minima", "kind"):
     module = importlib.import_module(f"qsync_opt.optimize.{name}")
     module.evaluate_device = noisy(module.evaluate_device)
-from qsync_opt import cli
+from qsync_opt import cli, options
 code = cli.main(sys.argv[1:])
 ctypes.CDLL(None).printf(b"after the command\\n")
 sys.exit(code)

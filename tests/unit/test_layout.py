@@ -20,6 +20,7 @@ LAYERS = (
     ("errors", "precision"),
     # the data
     ("plan", "strict_json", "optimize.arrays", "optimize.canonical"),
+    ("calibration",),
     ("graph", "perturbation", "costs", "optimize.problem"),
     ("graph_validation",),
     ("optimize.device_validation",),
@@ -47,11 +48,18 @@ LAYERS = (
     # ranks, and what they keep
     ("runtime.distributed", "runtime.interruption", "runtime.checkpoints", "runtime.metrics"),
     ("runtime.agreement", "runtime.scaling", "runtime.state", "runtime.launch"),
+    # what ranks send
+    ("runtime.communication", "runtime.levels"),
+    ("runtime.bucket_codec",),
+    ("runtime.fsdp_collectives", "runtime.shards", "runtime.two_phase"),
+    ("runtime.quantized_comm", "runtime.quantized_sharding"),
+    ("runtime.sharded_model",),
     ("runtime.parameters",),
     # what a model does, and what that takes
     ("measure.calls", "measure.step", "measure.clock", "measure.notebook"),
     ("measure.model_file", "measure.probe", "measure.operands"),
     ("measure.communication", "measure.memory", "measure.records", "measure.casts"),
+    ("measure.provenance",),
     ("measure.values", "measure.naming", "measure.roles", "measure.rounding_noise"),
     ("measure.recorder", "measure.autograd_graph", "measure.flows"),
     ("measure.attribution", "measure.taps", "measure.kinks"),
@@ -59,15 +67,12 @@ LAYERS = (
     ("measure.capture", "measure.indicators", "measure.variance", "measure.execution"),
     ("measure.operators", "measure.ground_truth", "measure.uniform"),
     ("measure.measuring", "measure.sensitivity"),
-    # training
-    ("runtime.batches",),
-    ("runtime.steps",),
-    ("runtime.trainer",),
     ("device_tables",),
     ("build",),
     # what a plan costs, and what is asked and answered
     ("optimize.evaluate",),
     ("optimize.linear", "optimize.ticks", "optimize.elimination"),
+    ("optimize.cuts",),
     ("optimize.labels", "optimize.exchange"),
     ("optimize.relaxation",),
     ("optimize.knapsack",),
@@ -76,7 +81,8 @@ LAYERS = (
     ("optimize.comparison", "optimize.incumbent"),
     # what a step will be like
     ("simulate.tasks", "simulate.memory"),
-    ("simulate.replay", "hosts"),
+    ("simulate.replay", "simulate.paths"),
+    ("hosts",),
     ("simulate.trace",),
     # the methods
     ("optimize.consistency", "optimize.explanation", "optimize.factors", "optimize.state"),
@@ -96,13 +102,34 @@ LAYERS = (
     ("optimize.kind",),
     ("optimize.crew",),
     ("optimize.solve",),
+    ("replayed",),
     # questions about a problem
     ("optimize.compare", "optimize.explain", "optimize.export"),
+    ("optimize.refresh",),
+    # training
+    ("runtime.batches", "runtime.lost_ranks", "runtime.patching", "runtime.labels"),
+    ("runtime.passes", "runtime.keeper"),
+    ("runtime.batch_sizing", "runtime.steps", "runtime.refinement"),
+    ("runtime.preparation",),
+    ("runtime.tracing",),
+    ("runtime.trainer",),
     # what people see
-    ("report", "console"),
+    ("console", "options", "measured_costs"),
+    ("report.looks", "report.measured", "report.tables"),
+    ("report.inputs", "report.picture"),
+    ("report.precision_map", "report.timelines", "report.memory_chart", "report.pareto_chart"),
+    ("report.training_charts",),
+    ("report.sections",),
+    ("report.page",),
+    ("report.writing",),
+    ("report",),
     ("commands",),
-    ("model_commands", "replay_commands"),
-    ("cost_commands", "train_commands"),
+    ("model_commands", "problem_commands", "replay_commands"),
+    ("cost_commands", "train_commands", "report_commands", "calibrate_commands"),
+    ("demo.devices", "demo.group", "demo.lines", "demo.tasks"),
+    ("demo.preparation", "demo.training"),
+    ("demo.pipeline",),
+    ("demo_commands",),
     ("cli",),
 )
 LEVEL = {f"{ROOT}.{name}": level for level, names in enumerate(LAYERS) for name in names}
@@ -121,7 +148,15 @@ HOMES = {
     "ortools": ("optimize",),
     "pulp": ("optimize",),
     "scipy": ("optimize", "measure"),
-    "torch": ("measure", "kernels", "runtime", "model_commands", "cost_commands", "train_commands"),
+    "torch": (
+        "measure",
+        "kernels",
+        "runtime",
+        "demo",
+        "model_commands",
+        "cost_commands",
+        "train_commands",
+    ),
     "matplotlib": ("report",),
     "rich": ("console",),
 }

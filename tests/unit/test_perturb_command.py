@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qsync_opt import cli
+from qsync_opt import cli, model_commands
 from qsync_opt.files import load_graph, load_perturbations
 from qsync_opt.measure.sensitivity import METHODS
 from qsync_opt.precision import Precision
@@ -59,7 +59,7 @@ def refused(capsys: Captured, *arguments: object) -> str:
 
 
 def test_the_options_name_every_indicator() -> None:
-    assert cli.INDICATORS == METHODS
+    assert model_commands.INDICATORS == METHODS
 
 
 def test_the_model_is_built_as_it_was_captured(

@@ -266,3 +266,15 @@ def test_recomputation_without_a_module_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="runs again during backward"):
         capture_chain(lambda net, h: checkpoint(lambda x: x.relu() * 2, h, use_reentrant=False))
+
+
+def test_recomputation_is_seen_where_backward_counts_its_nodes_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, whose backward has a thread and a count of nodes of its own."""
+    from torch.utils.checkpoint import checkpoint
+
+    monkeypatch.setattr("qsync_opt.measure.capture.sequence_number", lambda: 0)
+    capture_chain()
+    with pytest.raises(CaptureError, match="runs again during backward"):
+        capture_chain(lambda net, h: checkpoint(lambda x: x.relu() * 2, h, use_reentrant=False))

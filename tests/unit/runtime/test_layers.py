@@ -88,6 +88,29 @@ def test_memory_layout_of_the_input_does_not_matter(precision: Precision) -> Non
 
 
 @pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("weight_layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("channels", "window"), [(8, 3), (8, 1), (1, 3), (1, 1)])
+def test_convolutions_keep_the_layouts_that_torch_gives(
+    channels: int,
+    window: int,
+    layout: torch.memory_format,
+    weight_layout: torch.memory_format,
+    precision: Precision,
+) -> None:
+    """Of the output, or later views would copy; of the weight's gradient, or DDP complains."""
+    plain = nn.Conv2d(channels, 4, window, padding=window // 2)
+    plain.to(memory_format=weight_layout)  # type: ignore[call-overload]
+    x = randn(2, channels, 6, 7).contiguous(memory_format=layout).requires_grad_()
+    expected = plain(x).stride()
+    conv: Any = converted(plain, precision)
+    out = conv(x)
+    assert out.stride() == expected
+    out.sum().backward()
+    assert conv.weight.grad.stride() == conv.weight.stride()
+
+
+@pytest.mark.parametrize("precision", Precision)
 def test_empty_batches(precision: Precision) -> None:
     for layer, shape in (
         (nn.Linear(6, 5), (0, 6)),

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from qsync_opt import cli
-from qsync_opt.files import save_plan
+from qsync_opt.files import load_graph, save_costs, save_perturbations, save_plan
 from qsync_opt.plan import PrecisionPlan
 from qsync_opt.precision import Precision
 from qsync_opt.runtime.metrics import read_metrics
 from qsync_opt.train_commands import _without_ranks
+from tests.cost_cases import made_up_costs, made_up_table
 
 Captured = pytest.CaptureFixture[str]
 
@@ -121,3 +122,46 @@ def test_a_folder_that_cannot_be_made_ends_it_early(
 def test_ranks_get_every_other_option() -> None:
     words = ["train", "m.py", "--ranks", "a:1", "--steps", "3", "--ranks=b:1", "--json"]
     assert _without_ranks(words) == ["train", "m.py", "--steps", "3", "--json"]
+
+
+def test_a_trace_of_training_has_operators_for_replay(
+    model: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    graph, costs, table, problem, plan, trace = (
+        tmp_path / f"{name}.json"
+        for name in ("graph", "costs", "table", "problem", "plan", "trace")
+    )
+    assert cli.main(["capture", str(model), "-o", str(graph)]) == 0
+    save_costs(made_up_costs(load_graph(graph)), costs)
+    save_perturbations(made_up_table(load_graph(graph)), table)
+    words = ["build", graph, "--kind", f"device={costs}", "--perturbation", table, "-o", problem]
+    assert cli.main([*map(str, words)]) == 0
+    assert cli.main(["solve", str(problem), "--method", "greedy", "-o", str(plan)]) == 0
+    given = ["--plan", plan, "--problem", problem, "--graph", graph, "--trace", trace]
+    assert run(model, *given, "--steps", 4, "-o", tmp_path / "job") == 0
+    capsys.readouterr()
+    words = ["replay", problem, plan, "--against", trace, "--json"]
+    assert cli.main([*map(str, words)]) == 0
+    rows = json.loads(capsys.readouterr().out)["differences"]
+    assert {row["operator"] for row in rows} == {"0", "1", "2", "loss.mse_loss"}
+    assert all(row["measured_s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--refine-interval", "5"], "problem: must be given to refine the plan"),
+        (["--refine-interval", "-1"], "refine_interval"),
+        (["--batch-sizing", "--shares", "strong=0.5,weak=0.5"], "batch_sizing"),
+        (["--communication", "g99"], "bits"),
+        (["--communication", "eight"], "communication"),
+        (["--trace", "missing/trace.json"], "must be in a folder"),
+        (["--trace-steps", "0"], "trace_steps"),
+    ],
+)
+def test_options_of_refinement_and_rivals_are_checked(
+    model: Path, plan: Path, tmp_path: Path, capsys: Captured, words: list[str], told: str
+) -> None:
+    common = [model, "--plan", plan, "--kind", "weak", "--steps", 2, "-o", tmp_path / "job"]
+    assert told in refused(capsys, *common, *words)
+    assert not list(tmp_path.glob("job/step-*"))

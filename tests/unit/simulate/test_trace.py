@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -69,13 +68,7 @@ def test_a_replay_differs_from_itself_in_nothing(tmp_path: Path, suffix: str) ->
     problem, shown = replayed(3)
     path = tmp_path / f"trace{suffix}"
     save_trace(problem, shown, path)
-    one_rank = json.loads(
-        gzip.decompress(path.read_bytes()) if suffix == ".json.gz" else path.read_bytes()
-    )
-    one_rank["traceEvents"] = [e for e in one_rank["traceEvents"] if e["pid"] == 0]
-    alone = tmp_path / "alone.json"
-    alone.write_text(json.dumps(one_rank))
-    rows = compare_traces(problem, shown, alone)
+    rows = compare_traces(problem, shown, path)
     assert {row.name for row in rows} == {operator.name for operator in problem.operators}
     for row in rows:
         assert row.measured_s == pytest.approx(row.predicted_s, rel=1e-9, abs=1e-15)
@@ -98,6 +91,34 @@ def test_steps_are_averaged_and_nested_events_count_once(tmp_path: Path) -> None
     assert row.name == name
     assert row.measured_s == pytest.approx(130e-6)
     assert row.extra_s == pytest.approx(130e-6 - row.predicted_s)
+
+
+def test_the_process_of_a_rank_is_told_by_its_name(tmp_path: Path) -> None:
+    """Processes of ranks count apart; where they bear no names of ranks, all events count."""
+    problem, shown = next(
+        case
+        for case in map(replayed, range(20))
+        if sum(device.workers for device in case[0].devices) > 1
+    )
+    name = problem.operators[1].name
+    events: list[dict[str, Any]] = [
+        {"ph": "X", "name": f"{name} forward", "pid": pid, "ts": 0.0, "dur": 10.0 * pid}
+        for pid in (40, 50)
+    ]
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert compare_traces(problem, shown, path, 1)[0].measured_s == pytest.approx(500e-6)
+    events += [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {rank} (weak)"}}
+        for rank, pid in ((1, 40), (0, 50))
+    ]
+    path.write_text(json.dumps({"traceEvents": events}))
+    for rank, microseconds in ((0, 500), (1, 400)):
+        (row,) = compare_traces(problem, shown, path, rank)
+        assert row.measured_s == pytest.approx(microseconds / 1e6)
+    path.write_text(json.dumps({"traceEvents": events[:-1]}))
+    with pytest.raises(FormatError, match="must be one of the measured trace's: 1"):
+        compare_traces(problem, shown, path, 0)
 
 
 @pytest.mark.parametrize(

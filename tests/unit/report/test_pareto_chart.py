@@ -14,6 +14,7 @@ from qsync_opt.errors import FormatError, ParameterError
 from qsync_opt.optimize.compare import pareto
 from qsync_opt.optimize.comparison import ParetoCurve
 from qsync_opt.optimize.problem import AllocationProblem
+from qsync_opt.report import looks
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,28 @@ def test_what_cannot_be_drawn_is_refused(curve: ParetoCurve, tmp_path: Path) -> 
 
 
 def test_a_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(looks, "find_spec", lambda name: None)
     with pytest.raises(ParameterError, match=r"pip install 'qsync-opt\[report\]'"):
         report.check_image("curve.png")
+
+
+def test_points_read_back_are_those_of_the_curve(curve: ParetoCurve) -> None:
+    read = report.read_curve(report.pareto_csv(curve), "points.csv")
+    assert read == report.curve_of(curve)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("a,b\n1,2\n", "columns"),
+        (
+            "slack,method,deadline_s,objective,bound,iteration_time_s\n0,exact,1,x,1,1\n",
+            "objective",
+        ),
+        ("slack,method,deadline_s,objective,bound,iteration_time_s\n,exact,1,1,1,1\n", "slack"),
+        ("slack,method,deadline_s,objective,bound,iteration_time_s\n0,exact,1,nan,1,1\n", "finite"),
+    ],
+)
+def test_a_file_that_is_no_curve_is_refused(text: str, named: str) -> None:
+    with pytest.raises(FormatError, match=named):
+        report.read_curve(text, "points.csv")
