@@ -1,0 +1,536 @@
+"""`solve_replayed`: the plan of least perturbation whose *replayed* step keeps the deadline.
+
+`solve` holds the sum of a device's work against the deadline. Where the host limits, or
+all-reduces slow the device down, the step takes longer than that (`replay`). Overlap only
+changes constants of a kind's rows (`simulate.paths`), so such a kind is solved with
+
+    optimizer + (1 - 1/s) sum_j c_j   and   c_k / s   in place of   optimizer   and   c_k,
+
+which are the same rows. Paths through the host are many, so they are cuts made when needed:
+
+1. Solve without them (`solve`, fast): a relaxation, because paths can only lengthen a step.
+2. Replay the plan. A kind whose longest path keeps the deadline is done, and its plan optimal:
+   it is the best of a larger set.
+3. Else add its plan's longest paths as rows (`TimeCut`: no plan that keeps the deadline breaks
+   them, and this plan does), solve the kind with them (`exact`, which prices them like the rows
+   of time), and go on from 2. There are finitely many paths, so this ends; the last plan is
+   optimal for the same reason as in 2.
+
+A slack is taken of the fastest plan *by replay*, found the same way with the time minimised.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from qsync_opt.errors import ParameterError
+from qsync_opt.optimize.arrays import IntArray
+from qsync_opt.optimize.cuts import TimeCut
+from qsync_opt.optimize.evaluate import (
+    TIME_TOLERANCE,
+    broken_rules,
+    evaluate_columns,
+    evaluate_device,
+    plan_columns,
+    plan_from_columns,
+)
+from qsync_opt.optimize.exact import KindSolver
+from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
+from qsync_opt.optimize.result import (
+    DeviceResult,
+    Progress,
+    ReplayedTime,
+    SolveParameters,
+    SolveResult,
+    SolveStatus,
+    relative_gap,
+)
+from qsync_opt.optimize.solve import solve
+from qsync_opt.plan import PrecisionPlan
+from qsync_opt.simulate.paths import KindPaths, violated
+from qsync_opt.simulate.replay import replay
+from qsync_opt.simulate.tasks import HostCosts
+
+METHODS = ("auto", "exact")
+
+#: The fastest time is proven to this gap, as in `solve`; on larger kinds to a fraction of the
+#: gap asked for.
+_FASTEST_GAP = 1e-9
+_FASTEST_GAP_FRACTION = 0.1
+_FASTEST_EXACT_OPERATORS = 500
+
+#: Deadlines tried for a first plan in time, each the last one shortened by what was missed.
+_TIGHTENINGS = 4
+
+#: Rounding of sums of floats, relative.
+_ROUNDING = 1e-11
+
+#: From the worst that a part can stop with to the best.
+_SEVERITY = (
+    SolveStatus.INFEASIBLE,
+    SolveStatus.INTERRUPTED,
+    SolveStatus.SOLVER_ERROR,
+    SolveStatus.TIME_LIMIT,
+    SolveStatus.NO_PLAN_FOUND,
+    SolveStatus.HEURISTIC,
+    SolveStatus.OPTIMAL,
+)
+
+
+def solve_replayed(
+    problem: AllocationProblem,
+    hosts: Mapping[str, HostCosts],
+    *,
+    method: str = "auto",
+    parameters: SolveParameters = SolveParameters(),  # noqa: B008  # frozen
+    hint: PrecisionPlan | None = None,
+) -> SolveResult:
+    """Find the plan of least perturbation whose replayed step keeps the deadline.
+
+    Args:
+        problem: the problem; a slack is taken of the fastest plan by replay.
+        hosts: device kind -> what its host takes; kinds left out launch in no time.
+        method: `exact`, or `auto`, which is the same here.
+        parameters: see `SolveParameters`.
+        hint: a plan of the same problem to start from.
+
+    Returns:
+        As `solve`; `replayed` says how long the step is by replay and by `evaluate`, and how
+        many cuts were made. The status is HEURISTIC where overlap slows a device whose host
+        waits and the plan found is not proven: there the rows are only needed, not enough.
+
+    Raises:
+        ParameterError: another method, or hosts of unknown kinds or of another size.
+        PlanError: the hint is for another problem.
+        SolverUnavailableError: the back end failed.
+    """
+    if method not in METHODS:
+        rule = "must be one of " + ", ".join(METHODS) + " where hosts are given"
+        raise ParameterError("method", rule, method, "Other methods take no account of hosts")
+    for name in hosts:
+        if name not in problem.device_index:
+            known = ", ".join(problem.device_index)
+            raise ParameterError("hosts", f"must name device kinds of the problem ({known})", name)
+    return _Run(problem, hosts, method, parameters, hint).run()
+
+
+@dataclass(kw_only=True, eq=False)
+class _Found:
+    """What is known of one kind.
+
+    Attributes:
+        status: why the search stopped.
+        column: the best plan in time, [N]; None without one.
+        objective: perturbation of the plan, or its replayed time.
+        bound: proven lower bound.
+    """
+
+    status: SolveStatus
+    column: IntArray | None = None
+    objective: float = math.inf
+    bound: float = -math.inf
+    statistics: dict[str, float] = field(default_factory=dict)
+
+
+class _Kind:
+    """One device kind, its paths, and the cuts made so far."""
+
+    def __init__(
+        self,
+        problem: AllocationProblem,
+        device: DeviceKind,
+        host: HostCosts | None,
+        run: _Run,
+    ) -> None:
+        self.device, self._run = device, run
+        slowed = 0.0 if host is None else 1.0 - 1.0 / host.overlap_slowdown
+        self.overlaps = slowed > 0.0
+        self.unsure = self.overlaps and host is not None and host.waits
+        self._problem, self._host = problem, host
+        self.paths = KindPaths(problem, device, host)
+        total_s = sum(bucket.all_reduce_s for bucket in problem.buckets)
+        alone = replace(
+            device,
+            workers=1,
+            batch_share=1.0,
+            optimizer_s=device.optimizer_s + slowed * total_s,
+        )
+        self.single = replace(
+            problem,
+            devices=(alone,),
+            buckets=tuple(
+                replace(bucket, all_reduce_s=bucket.all_reduce_s * (1.0 - slowed))
+                for bucket in problem.buckets
+            ),
+            deadline_s=None,
+            slack=0.0,
+        )
+        self.cuts: dict[str, TimeCut] = {}
+
+    def use_worst(self) -> None:
+        """From now on count every reduction as overlapping: enough, but not needed."""
+        self.paths = KindPaths(self._problem, self.device, self._host, worst=True)
+        self.cuts = {}
+
+    def keeps(self, column: IntArray, deadline_s: float) -> bool:
+        """Whether the replayed step of this kind ends in time."""
+        return self.paths.time_s(column) <= deadline_s * (1 + TIME_TOLERANCE)
+
+    def relaxed(self, deadline_s: float | None, hint: IntArray | None) -> SolveResult:
+        """The best plan without paths through the host, alone; the fastest without a deadline."""
+        posed = replace(self.single, deadline_s=deadline_s)
+        plan = None if hint is None else plan_from_columns(posed, [hint])
+        method = "fastest" if deadline_s is None else "exact"
+        return solve(posed, method=method, parameters=self._run.left(), hint=plan)
+
+    def first_in_time(self, deadline_s: float, column: IntArray) -> IntArray | None:
+        """A plan in time, from solves with deadlines ever shorter; None if that finds none."""
+        held = deadline_s
+        for _ in range(_TIGHTENINGS):
+            held *= deadline_s / self.paths.time_s(column)
+            result = self.relaxed(held, None)
+            if result.plan is None or self._run.stopped():
+                return None
+            (column,) = plan_columns(self.single, result.plan)
+            if self.keeps(column, deadline_s):
+                return column
+        return None
+
+    def solve(
+        self, deadline_s: float | None, first: IntArray, starts: Sequence[IntArray], bound: float
+    ) -> _Found:
+        """Steps 2 and 3 of the module, or the same with the time minimised.
+
+        Args:
+            deadline_s: None minimises the replayed time.
+            first: the best plan of the relaxation, whose longest paths are the first cuts.
+            starts: plans that may be in time.
+            bound: of the relaxation.
+        """
+        run = self._run
+        parameters, minimise = run.parameters, deadline_s is None
+        gap = parameters.relative_gap
+        if minimise:
+            small = len(self.single.operators) <= _FASTEST_EXACT_OPERATORS
+            gap = _FASTEST_GAP if small else _FASTEST_GAP_FRACTION * gap
+        found = _Found(status=SolveStatus.TIME_LIMIT, bound=bound)
+        for column in (first, *starts):
+            self._offer(found, column, deadline_s)
+        self._add_cuts(first, self._limit(deadline_s, first))
+        while not run.stopped():
+            solver = KindSolver(
+                self.single,
+                self.single.devices[0],
+                deadline_s=deadline_s,
+                relative_gap=gap,
+                solver=parameters.solver,
+                seed=parameters.seed,
+                time_left=lambda: run.left().time_limit_s,
+                stop=run.stopped,
+                report=self._report,
+                plain=parameters.plain,
+                cuts=tuple(self.cuts.values()),
+            )
+            try:
+                answer = solver.solve([] if found.column is None else [found.column])
+            except KeyboardInterrupt:
+                run.interrupted = True
+                answer = solver.solution()
+            _count(found, "rounds")
+            found.bound = max(found.bound, answer.bound)
+            if answer.column is None:
+                break
+            self._offer(found, answer.column, deadline_s)
+            if self._proven(found, gap):
+                break
+            if not self._add_cuts(answer.column, self._limit(deadline_s, answer.column)):
+                break  # its plan is in time, so the time ran out before the proof
+        self._conclude(found, gap)
+        found.statistics["cuts"] = float(len(self.cuts))
+        return found
+
+    def _report(self, phase: str, objective: float | None, bound: float | None) -> None:
+        run = self._run
+        if run.parameters.progress is not None:
+            run.parameters.progress(
+                Progress(
+                    device=self.device.name,
+                    phase=f"{phase}, {len(self.cuts)} cuts",
+                    objective=objective,
+                    bound=bound,
+                    elapsed_s=run.elapsed_s(),
+                )
+            )
+
+    def _limit(self, deadline_s: float | None, column: IntArray) -> float:
+        """Paths longer than this are not yet in the program, or its solver let them through."""
+        if deadline_s is not None:
+            return deadline_s * (1 + TIME_TOLERANCE)
+        longest = max((c.length_s(self.device, column) for c in self.cuts.values()), default=0.0)
+        return max(self.paths.device_time_s(column), longest) * (1 + _ROUNDING)
+
+    def _add_cuts(self, column: IntArray, limit_s: float) -> bool:
+        fresh = False
+        for path in violated(self.paths.host_paths(column), limit_s):
+            cut = self.paths.cut(column, path)
+            fresh |= cut.name not in self.cuts
+            self.cuts.setdefault(cut.name, cut)
+        return fresh
+
+    def _offer(self, found: _Found, column: IntArray, deadline_s: float | None) -> None:
+        """Take a plan that keeps all budgets, if it is better."""
+        device = self.single.devices[0]
+        part = evaluate_device(self.single, device, column)
+        if part.peak_memory_bytes > device.memory_bytes or broken_rules(
+            self.single, device, column
+        ):
+            return
+        if deadline_s is not None and not self.keeps(column, deadline_s):
+            return
+        value = self.paths.time_s(column) if deadline_s is None else part.perturbation
+        if value < found.objective:
+            found.column, found.objective = column, value
+
+    @staticmethod
+    def _proven(found: _Found, gap: float) -> bool:
+        if found.column is None:
+            return False
+        return found.objective - found.bound <= max(gap, 2 * _ROUNDING) * abs(found.objective)
+
+    def _conclude(self, found: _Found, gap: float) -> None:
+        if self._proven(found, gap) or (found.column is not None and math.isinf(found.bound)):
+            found.status = SolveStatus.OPTIMAL
+        elif found.column is None and found.bound == math.inf:
+            found.status = SolveStatus.INFEASIBLE
+        elif self._run.interrupted:
+            found.status = SolveStatus.INTERRUPTED
+        if found.column is not None:
+            found.bound = min(found.bound, found.objective)
+
+
+class _Run:
+    """One call of `solve_replayed`."""
+
+    def __init__(
+        self,
+        problem: AllocationProblem,
+        hosts: Mapping[str, HostCosts],
+        method: str,
+        parameters: SolveParameters,
+        hint: PrecisionPlan | None,
+    ) -> None:
+        self._began = time.perf_counter()
+        self._problem, self._hosts, self._method = problem, hosts, method
+        self.parameters = parameters
+        self.interrupted = False
+        self._hints = None if hint is None else plan_columns(problem, hint)
+        self._kinds = [_Kind(problem, d, hosts.get(d.name), self) for d in problem.devices]
+        self._fastest_s: float | None = None
+
+    def left(self) -> SolveParameters:
+        """The options, with the time that is left."""
+        limit = self.parameters.time_limit_s
+        if limit is None:
+            return self.parameters
+        left = max(limit - self.elapsed_s(), 0.0)
+        return replace(self.parameters, time_limit_s=left)
+
+    def elapsed_s(self) -> float:
+        """Since the call began."""
+        return time.perf_counter() - self._began
+
+    def stopped(self) -> bool:
+        """Whether to give up now."""
+        return self.interrupted or self.left().time_limit_s == 0.0
+
+    def run(self) -> SolveResult:
+        """Deadline, then every kind, then the result."""
+        problem = self._problem
+        deadline_s, failed = problem.deadline_s, None
+        fastest: list[IntArray] | None = None
+        if deadline_s is None:
+            deadline_s, fastest, failed = self._deadline()
+        if deadline_s is None or failed is not None:
+            return self._without_plan(failed)
+        relaxed = self._relaxed(deadline_s, self._hints)
+        found = []
+        for index, (kind, part) in enumerate(zip(self._kinds, relaxed, strict=True)):
+            if part.column is None or kind.keeps(part.column, deadline_s):
+                found.append(part)
+                continue
+            starts = [] if fastest is None else [fastest[index]]
+            if self._hints is not None:
+                starts.append(self._hints[index])
+            in_time = kind.first_in_time(deadline_s, part.column)
+            starts += [] if in_time is None else [in_time]
+            found.append(kind.solve(deadline_s, part.column, starts, part.bound))
+        return self._settle(deadline_s, found)
+
+    # -- the relaxation --------------------------------------------------------------------
+
+    def _relaxed(self, deadline_s: float | None, hints: Sequence[IntArray] | None) -> list[_Found]:
+        """The best (without a deadline, the fastest) plans without paths through hosts."""
+        names = [device.name for device in self._problem.devices]
+        if not any(kind.overlaps for kind in self._kinds):
+            posed = replace(self._problem, deadline_s=deadline_s, slack=0.0)
+            hint = None if hints is None else plan_from_columns(posed, list(hints))
+            method = "fastest" if deadline_s is None else "exact"
+            result = solve(posed, method=method, parameters=self.left(), hint=hint)
+            columns = (
+                [None] * len(names) if result.plan is None else plan_columns(posed, result.plan)
+            )
+            return [
+                self._part(result, name, column)
+                for name, column in zip(names, columns, strict=True)
+            ]
+        parts = []
+        for index, kind in enumerate(self._kinds):
+            result = kind.relaxed(deadline_s, None if hints is None else hints[index])
+            column = None if result.plan is None else plan_columns(kind.single, result.plan)[0]
+            parts.append(self._part(result, names[index], column))
+        return parts
+
+    def _part(self, result: SolveResult, name: str, column: IntArray | None) -> _Found:
+        self.interrupted |= result.status is SolveStatus.INTERRUPTED
+        part = result.devices[name]
+        return _Found(
+            status=part.status,
+            column=column,
+            objective=math.inf if part.objective is None else part.objective,
+            bound=-math.inf if part.bound is None else part.bound,
+            statistics=dict(part.statistics),
+        )
+
+    def _deadline(self) -> tuple[float | None, list[IntArray] | None, list[_Found] | None]:
+        """(1 + slack) x the fastest replayed time, the plans, and what failed if one did."""
+        parts = self._relaxed(None, None)
+        columns = []
+        for part in parts:
+            if part.column is None:
+                return None, None, parts
+            columns.append(part.column)
+        least = max(
+            kind.paths.device_time_s(column)
+            for kind, column in zip(self._kinds, columns, strict=True)
+        )
+        fastest_s = least
+        for index, kind in enumerate(self._kinds):
+            if kind.paths.time_s(columns[index]) <= fastest_s * (1 + _ROUNDING):
+                continue
+            part = kind.solve(None, columns[index], (), parts[index].bound)
+            gap = relative_gap(part.objective, part.bound)
+            is_close = gap is not None and gap <= self.parameters.relative_gap
+            if part.column is None or not (is_close or part.status is SolveStatus.OPTIMAL):
+                parts[index] = part
+                return None, None, parts
+            columns[index] = part.column
+            fastest_s = max(fastest_s, part.objective)
+        self._fastest_s = fastest_s
+        return (1.0 + self._problem.slack) * fastest_s, columns, None
+
+    # -- the result ------------------------------------------------------------------------
+
+    def _settle(self, deadline_s: float, found: list[_Found]) -> SolveResult:
+        """The result; where rows were not enough, plans that surely keep the deadline."""
+        columns = [part.column for part in found if part.column is not None]
+        unsure = [index for index, kind in enumerate(self._kinds) if kind.unsure]
+        if len(columns) == len(found) and unsure and not self._in_time(columns, deadline_s):
+            for index in unsure:
+                kind, bound = self._kinds[index], found[index].bound
+                kind.use_worst()
+                part = kind.solve(deadline_s, columns[index], (), bound)
+                part.bound = bound  # that of the worst case is none of all plans
+                if part.status is SolveStatus.INFEASIBLE:
+                    part.status = SolveStatus.NO_PLAN_FOUND
+                elif part.status is SolveStatus.OPTIMAL:
+                    close = part.objective - bound <= self.parameters.relative_gap * part.objective
+                    part.status = SolveStatus.OPTIMAL if close else SolveStatus.HEURISTIC
+                found[index] = part
+            columns = [part.column for part in found if part.column is not None]
+        return self._result(deadline_s, found, columns if len(columns) == len(found) else None)
+
+    def _in_time(self, columns: list[IntArray], deadline_s: float) -> bool:
+        plan = plan_from_columns(self._problem, columns)
+        told = replay(self._problem, plan, hosts=self._hosts)
+        return told.iteration_time_s <= deadline_s * (1 + TIME_TOLERANCE)
+
+    def _without_plan(self, found: list[_Found] | None) -> SolveResult:
+        return self._result(None, found or [], None)
+
+    def _result(
+        self, deadline_s: float | None, found: list[_Found], columns: list[IntArray] | None
+    ) -> SolveResult:
+        problem = self._problem
+        status = min((part.status for part in found), key=_SEVERITY.index)
+        plan = evaluation = replayed = None
+        reason = None
+        if columns is not None:
+            plan = plan_from_columns(problem, columns)
+            evaluation = evaluate_columns(problem, columns, deadline_s)
+            told = replay(problem, plan, hosts=self._hosts)
+            replayed = ReplayedTime(
+                iteration_time_s=told.iteration_time_s,
+                additive_time_s=evaluation.iteration_time_s,
+                cuts=sum(len(kind.cuts) for kind in self._kinds),
+            )
+            late = deadline_s is not None and told.iteration_time_s > deadline_s * (
+                1 + 2 * TIME_TOLERANCE
+            )
+            if late or not evaluation.feasible:
+                reason = f"the plan breaks a rule: its step takes {told.iteration_time_s} s"
+                plan, evaluation, replayed = None, None, None
+                status = SolveStatus.SOLVER_ERROR
+        objective = None if evaluation is None else evaluation.perturbation
+        bound = self._bound(found) if deadline_s is not None else None
+        if bound is not None and objective is not None:
+            bound = min(bound, objective)
+        return SolveResult(
+            method="exact",
+            status=status,
+            plan=plan,
+            evaluation=evaluation,
+            objective=objective,
+            bound=bound,
+            gap=relative_gap(objective, bound),
+            deadline_s=deadline_s,
+            fastest_time_s=self._fastest_s,
+            fallback_reason=reason,
+            notes=(),
+            devices=MappingProxyType(self._devices(found)),
+            solve_s=time.perf_counter() - self._began,
+            parameters=self.parameters,
+            replayed=replayed,
+        )
+
+    def _bound(self, found: list[_Found]) -> float | None:
+        if not all(math.isfinite(part.bound) for part in found):
+            return None
+        devices = self._problem.devices
+        return sum(
+            self._problem.weight(device) * part.bound
+            for device, part in zip(devices, found, strict=True)
+        )
+
+    def _devices(self, found: list[_Found]) -> Mapping[str, DeviceResult]:
+        results = {}
+        for device, part in zip(self._problem.devices, found, strict=True):
+            objective = part.objective if part.column is not None else None
+            bound = part.bound if math.isfinite(part.bound) else None
+            results[device.name] = DeviceResult(
+                status=part.status,
+                objective=objective,
+                bound=bound,
+                gap=relative_gap(objective, bound),
+                same_as=None,
+                solve_s=0.0,
+                statistics=MappingProxyType(part.statistics),
+            )
+        return results
+
+
+def _count(found: _Found, name: str) -> None:
+    found.statistics[name] = found.statistics.get(name, 0.0) + 1.0

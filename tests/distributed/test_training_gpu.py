@@ -1,0 +1,182 @@
+"""Training on GPUs: one rank, two ranks that share a GPU, and two GPUs of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from qsync_opt.build import build_problem
+from qsync_opt.costs import Cluster, ClusterKind, GradientBucket
+from qsync_opt.files import save_plan
+from qsync_opt.measure.capture import capture
+from qsync_opt.measure.measuring import measure
+from qsync_opt.measure.model_file import load_model
+from qsync_opt.measure.step import to_device
+from qsync_opt.measure.uniform import run_loss, uniform_plan
+from qsync_opt.optimize.solve import solve
+from qsync_opt.plan import PrecisionPlan
+from qsync_opt.precision import Precision
+from qsync_opt.runtime.availability import available_precisions
+from qsync_opt.runtime.convert import convert, revert
+from qsync_opt.runtime.metrics import global_losses, read_metrics
+from qsync_opt.runtime.parameters import TrainParameters
+from qsync_opt.runtime.trainer import train
+from qsync_opt.simulate.replay import replay
+from qsync_opt.simulate.trace import DEVICE, compare_traces
+from tests.cost_cases import made_up_table
+from tests.distributed.small_training import data, small_model
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "models"
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def device() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+def test_late_numbers_are_those_of_a_loop_by_hand(device: torch.device) -> None:
+    """Losses arrive a step later, and are those of their own step; so are times."""
+    batch = to_device(data(), device)
+    row = {"0": Precision.BF16, "3": Precision.BF16}
+    by_hand = small_model().to(device)
+    convert(by_hand, row)
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=0.01)
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = run_loss(by_hand, batch[0], batch[1], functional.cross_entropy)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    revert(by_hand)
+    model = small_model().to(device)
+    result = train(
+        model,
+        batch,
+        functional.cross_entropy,
+        parameters=TrainParameters(steps=6, learning_rate=0.01),
+        plan=PrecisionPlan(problem="0" * 64, devices={"device": row}),
+    )
+    assert [row.loss for row in result.metrics] == losses
+    for first, second in zip(model.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(first, second)
+    assert all(row.compute_s > 0 and row.memory_bytes > 0 for row in result.metrics)
+    assert [row.step for row in result.metrics] == list(range(6))
+
+
+def test_kernels_of_a_trace_bear_names_of_operators(device: torch.device, tmp_path: Path) -> None:
+    model, batch, loss = load_model(MODELS / "small_gpt.py", {"width": 64, "batch_size": 4})
+    model.to(device)
+    batch = to_device(batch, device)
+    graph = capture(model, batch, loss)
+    row = uniform_plan(graph, Precision.BF16, available_precisions(device))
+    train(
+        model,
+        batch,
+        loss,
+        parameters=TrainParameters(steps=6, trace=tmp_path / "trace.json", trace_steps=2),
+        plan=PrecisionPlan(problem="0" * 64, devices={"device": row}),
+        graph=graph,
+    )
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    kernels = [event for event in events if "kernel" in event.get("args", {})]
+    assert kernels
+    assert all(event["tid"] == DEVICE for event in kernels)
+    named = {event["name"].rpartition(" ")[0] for event in kernels}
+    adjustable = {graph.operators[index].name for index in graph.adjustable}
+    assert adjustable <= named
+    known = sum(event["dur"] for event in kernels if event["cat"] != "other")
+    assert known > 0.8 * sum(event["dur"] for event in kernels)
+
+
+def test_a_plan_is_refined_and_the_replay_is_compared(device: torch.device, tmp_path: Path) -> None:
+    pytest.importorskip("ortools")
+    model, batch, loss = load_model(MODELS / "small_gpt.py", {"width": 64, "batch_size": 4})
+    model.to(device)
+    batch = to_device(batch, device)
+    graph = capture(model, batch, loss)
+    costs = measure(graph, device=device, precisions=[Precision.FP32, Precision.BF16])
+    names = [graph.parameters[index].name for index in graph.gradient_order]
+    costs = replace(costs, buckets=(GradientBucket(size_bytes=1024, parameters=tuple(names)),))
+    problem = build_problem(
+        graph,
+        {"device": costs},
+        made_up_table(graph),
+        Cluster(kinds=(ClusterKind(name="device"),)),
+        slack=5.0,
+    )
+    plan = solve(problem, method="fastest").plan
+    assert plan is not None
+    result = train(
+        model,
+        batch,
+        loss,
+        parameters=TrainParameters(
+            steps=9, refine_interval=3, trace=tmp_path / "trace.json", trace_steps=2
+        ),
+        plan=plan,
+        problem=problem,
+        graph=graph,
+    )
+    told = {row.step: row.refinement for row in result.metrics if row.refinement}
+    assert list(told) == [3, 6]
+    assert "a new plan" in told[6] or "the plan stays" in told[6]
+    rows = compare_traces(problem, replay(problem, plan), tmp_path / "trace.json")
+    adjustable = {graph.operators[index].name for index in graph.adjustable}
+    assert adjustable <= {row.name for row in rows}
+
+
+def test_two_ranks_share_a_gpu(device: torch.device, tmp_path: Path) -> None:
+    """NCCL refuses them; they reduce over gloo."""
+    losses = run_job(tmp_path, {"CUDA_VISIBLE_DEVICES": "0"})
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+
+
+@pytest.mark.multi_gpu
+def test_two_ranks_on_gpus_of_their_own(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("it takes two GPUs")
+    losses = run_job(tmp_path, {})
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+
+
+def run_job(folder: Path, variables: dict[str, str]) -> list[float]:
+    """Losses of a job of two ranks with unequal plans, interrupted by nothing."""
+    model, _, _ = load_model(MODELS / "small_cnn.py", {"width": 8, "batch_size": 16})
+    layers = ["conv1", "conv2", "conv3", "fc"]
+    assert set(layers) <= {name for name, _ in model.named_modules()}
+    devices = {
+        "strong": dict.fromkeys(layers, Precision.FP32),
+        "weak": dict.fromkeys(layers, Precision.BF16),
+    }
+    save_plan(PrecisionPlan(problem="0" * 64, devices=devices), folder / "plan.json")
+    words = ["train", str(MODELS / "small_cnn.py"), "--plan", "plan.json", "--device", "cuda"]
+    words += ["--ranks", "strong:1,weak:1", "--shares", "strong=0.75,weak=0.25", "--steps", "20"]
+    words += ["--set", "width=8", "--set", "batch_size=16", "--learning-rate", "0.02", "-o", "job"]
+    done = subprocess.run(
+        [sys.executable, "-m", "qsync_opt.cli", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = read_metrics(folder / "job")
+    assert [row.samples for row in (found[0][0], found[1][0])] == [24, 8]
+    return global_losses(found)
