@@ -22,27 +22,21 @@ A slack is taken of the fastest plan *by replay*, found the same way with the ti
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from qsync_opt.errors import ParameterError
 from qsync_opt.optimize.arrays import IntArray
-from qsync_opt.optimize.cuts import TimeCut
 from qsync_opt.optimize.evaluate import (
     TIME_TOLERANCE,
-    broken_rules,
     evaluate_columns,
-    evaluate_device,
     plan_columns,
     plan_from_columns,
 )
-from qsync_opt.optimize.exact import KindSolver
-from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
+from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.optimize.result import (
     DeviceResult,
-    Progress,
     ReplayedTime,
     SolveParameters,
     SolveResult,
@@ -51,23 +45,11 @@ from qsync_opt.optimize.result import (
 )
 from qsync_opt.optimize.solve import solve
 from qsync_opt.plan import PrecisionPlan
-from qsync_opt.simulate.paths import KindPaths, violated
+from qsync_opt.replayed_kind import ROUNDING, Budget, KindFound, ReplayedKind
 from qsync_opt.simulate.replay import replay
 from qsync_opt.simulate.tasks import HostCosts
 
 METHODS = ("auto", "exact")
-
-#: The fastest time is proven to this gap, as in `solve`; on larger kinds to a fraction of the
-#: gap asked for.
-_FASTEST_GAP = 1e-9
-_FASTEST_GAP_FRACTION = 0.1
-_FASTEST_EXACT_OPERATORS = 500
-
-#: Deadlines tried for a first plan in time, each the last one shortened by what was missed.
-_TIGHTENINGS = 4
-
-#: Rounding of sums of floats, relative.
-_ROUNDING = 1e-11
 
 #: From the worst that a part can stop with to the best.
 _SEVERITY = (
@@ -118,200 +100,6 @@ def solve_replayed(
     return _Run(problem, hosts, method, parameters, hint).run()
 
 
-@dataclass(kw_only=True, eq=False)
-class _Found:
-    """What is known of one kind.
-
-    Attributes:
-        status: why the search stopped.
-        column: the best plan in time, [N]; None without one.
-        objective: perturbation of the plan, or its replayed time.
-        bound: proven lower bound.
-    """
-
-    status: SolveStatus
-    column: IntArray | None = None
-    objective: float = math.inf
-    bound: float = -math.inf
-    statistics: dict[str, float] = field(default_factory=dict)
-
-
-class _Kind:
-    """One device kind, its paths, and the cuts made so far."""
-
-    def __init__(
-        self,
-        problem: AllocationProblem,
-        device: DeviceKind,
-        host: HostCosts | None,
-        run: _Run,
-    ) -> None:
-        self.device, self._run = device, run
-        slowed = 0.0 if host is None else 1.0 - 1.0 / host.overlap_slowdown
-        self.overlaps = slowed > 0.0
-        self.unsure = self.overlaps and host is not None and host.waits
-        self._problem, self._host = problem, host
-        self.paths = KindPaths(problem, device, host)
-        total_s = sum(bucket.all_reduce_s for bucket in problem.buckets)
-        alone = replace(
-            device,
-            workers=1,
-            batch_share=1.0,
-            optimizer_s=device.optimizer_s + slowed * total_s,
-        )
-        self.single = replace(
-            problem,
-            devices=(alone,),
-            buckets=tuple(
-                replace(bucket, all_reduce_s=bucket.all_reduce_s * (1.0 - slowed))
-                for bucket in problem.buckets
-            ),
-            deadline_s=None,
-            slack=0.0,
-        )
-        self.cuts: dict[str, TimeCut] = {}
-
-    def use_worst(self) -> None:
-        """From now on count every reduction as overlapping: enough, but not needed."""
-        self.paths = KindPaths(self._problem, self.device, self._host, worst=True)
-        self.cuts = {}
-
-    def keeps(self, column: IntArray, deadline_s: float) -> bool:
-        """Whether the replayed step of this kind ends in time."""
-        return self.paths.time_s(column) <= deadline_s * (1 + TIME_TOLERANCE)
-
-    def relaxed(self, deadline_s: float | None, hint: IntArray | None) -> SolveResult:
-        """The best plan without paths through the host, alone; the fastest without a deadline."""
-        posed = replace(self.single, deadline_s=deadline_s)
-        plan = None if hint is None else plan_from_columns(posed, [hint])
-        method = "fastest" if deadline_s is None else "exact"
-        return solve(posed, method=method, parameters=self._run.left(), hint=plan)
-
-    def first_in_time(self, deadline_s: float, column: IntArray) -> IntArray | None:
-        """A plan in time, from solves with deadlines ever shorter; None if that finds none."""
-        held = deadline_s
-        for _ in range(_TIGHTENINGS):
-            held *= deadline_s / self.paths.time_s(column)
-            result = self.relaxed(held, None)
-            if result.plan is None or self._run.stopped():
-                return None
-            (column,) = plan_columns(self.single, result.plan)
-            if self.keeps(column, deadline_s):
-                return column
-        return None
-
-    def solve(
-        self, deadline_s: float | None, first: IntArray, starts: Sequence[IntArray], bound: float
-    ) -> _Found:
-        """Steps 2 and 3 of the module, or the same with the time minimised.
-
-        Args:
-            deadline_s: None minimises the replayed time.
-            first: the best plan of the relaxation, whose longest paths are the first cuts.
-            starts: plans that may be in time.
-            bound: of the relaxation.
-        """
-        run = self._run
-        parameters, minimise = run.parameters, deadline_s is None
-        gap = parameters.relative_gap
-        if minimise:
-            small = len(self.single.operators) <= _FASTEST_EXACT_OPERATORS
-            gap = _FASTEST_GAP if small else _FASTEST_GAP_FRACTION * gap
-        found = _Found(status=SolveStatus.TIME_LIMIT, bound=bound)
-        for column in (first, *starts):
-            self._offer(found, column, deadline_s)
-        self._add_cuts(first, self._limit(deadline_s, first))
-        while not run.stopped():
-            solver = KindSolver(
-                self.single,
-                self.single.devices[0],
-                deadline_s=deadline_s,
-                relative_gap=gap,
-                solver=parameters.solver,
-                seed=parameters.seed,
-                time_left=lambda: run.left().time_limit_s,
-                stop=run.stopped,
-                report=self._report,
-                plain=parameters.plain,
-                cuts=tuple(self.cuts.values()),
-            )
-            try:
-                answer = solver.solve([] if found.column is None else [found.column])
-            except KeyboardInterrupt:
-                run.interrupted = True
-                answer = solver.solution()
-            _count(found, "rounds")
-            found.bound = max(found.bound, answer.bound)
-            if answer.column is None:
-                break
-            self._offer(found, answer.column, deadline_s)
-            if self._proven(found, gap):
-                break
-            if not self._add_cuts(answer.column, self._limit(deadline_s, answer.column)):
-                break  # its plan is in time, so the time ran out before the proof
-        self._conclude(found, gap)
-        found.statistics["cuts"] = float(len(self.cuts))
-        return found
-
-    def _report(self, phase: str, objective: float | None, bound: float | None) -> None:
-        run = self._run
-        if run.parameters.progress is not None:
-            run.parameters.progress(
-                Progress(
-                    device=self.device.name,
-                    phase=f"{phase}, {len(self.cuts)} cuts",
-                    objective=objective,
-                    bound=bound,
-                    elapsed_s=run.elapsed_s(),
-                )
-            )
-
-    def _limit(self, deadline_s: float | None, column: IntArray) -> float:
-        """Paths longer than this are not yet in the program, or its solver let them through."""
-        if deadline_s is not None:
-            return deadline_s * (1 + TIME_TOLERANCE)
-        longest = max((c.length_s(self.device, column) for c in self.cuts.values()), default=0.0)
-        return max(self.paths.device_time_s(column), longest) * (1 + _ROUNDING)
-
-    def _add_cuts(self, column: IntArray, limit_s: float) -> bool:
-        fresh = False
-        for path in violated(self.paths.host_paths(column), limit_s):
-            cut = self.paths.cut(column, path)
-            fresh |= cut.name not in self.cuts
-            self.cuts.setdefault(cut.name, cut)
-        return fresh
-
-    def _offer(self, found: _Found, column: IntArray, deadline_s: float | None) -> None:
-        """Take a plan that keeps all budgets, if it is better."""
-        device = self.single.devices[0]
-        part = evaluate_device(self.single, device, column)
-        if part.peak_memory_bytes > device.memory_bytes or broken_rules(
-            self.single, device, column
-        ):
-            return
-        if deadline_s is not None and not self.keeps(column, deadline_s):
-            return
-        value = self.paths.time_s(column) if deadline_s is None else part.perturbation
-        if value < found.objective:
-            found.column, found.objective = column, value
-
-    @staticmethod
-    def _proven(found: _Found, gap: float) -> bool:
-        if found.column is None:
-            return False
-        return found.objective - found.bound <= max(gap, 2 * _ROUNDING) * abs(found.objective)
-
-    def _conclude(self, found: _Found, gap: float) -> None:
-        if self._proven(found, gap) or (found.column is not None and math.isinf(found.bound)):
-            found.status = SolveStatus.OPTIMAL
-        elif found.column is None and found.bound == math.inf:
-            found.status = SolveStatus.INFEASIBLE
-        elif self._run.interrupted:
-            found.status = SolveStatus.INTERRUPTED
-        if found.column is not None:
-            found.bound = min(found.bound, found.objective)
-
-
 class _Run:
     """One call of `solve_replayed`."""
 
@@ -323,29 +111,14 @@ class _Run:
         parameters: SolveParameters,
         hint: PrecisionPlan | None,
     ) -> None:
-        self._began = time.perf_counter()
+        self._budget = Budget(parameters)
         self._problem, self._hosts, self._method = problem, hosts, method
-        self.parameters = parameters
-        self.interrupted = False
+        self._parameters = parameters
         self._hints = None if hint is None else plan_columns(problem, hint)
-        self._kinds = [_Kind(problem, d, hosts.get(d.name), self) for d in problem.devices]
+        self._kinds = [
+            ReplayedKind(problem, d, hosts.get(d.name), self._budget) for d in problem.devices
+        ]
         self._fastest_s: float | None = None
-
-    def left(self) -> SolveParameters:
-        """The options, with the time that is left."""
-        limit = self.parameters.time_limit_s
-        if limit is None:
-            return self.parameters
-        left = max(limit - self.elapsed_s(), 0.0)
-        return replace(self.parameters, time_limit_s=left)
-
-    def elapsed_s(self) -> float:
-        """Since the call began."""
-        return time.perf_counter() - self._began
-
-    def stopped(self) -> bool:
-        """Whether to give up now."""
-        return self.interrupted or self.left().time_limit_s == 0.0
 
     def run(self) -> SolveResult:
         """Deadline, then every kind, then the result."""
@@ -362,6 +135,7 @@ class _Run:
             if part.column is None or kind.keeps(part.column, deadline_s):
                 found.append(part)
                 continue
+            self._budget.share_time(len(self._kinds) - index)
             starts = [] if fastest is None else [fastest[index]]
             if self._hints is not None:
                 starts.append(self._hints[index])
@@ -372,14 +146,16 @@ class _Run:
 
     # -- the relaxation --------------------------------------------------------------------
 
-    def _relaxed(self, deadline_s: float | None, hints: Sequence[IntArray] | None) -> list[_Found]:
+    def _relaxed(
+        self, deadline_s: float | None, hints: Sequence[IntArray] | None
+    ) -> list[KindFound]:
         """The best (without a deadline, the fastest) plans without paths through hosts."""
         names = [device.name for device in self._problem.devices]
         if not any(kind.overlaps for kind in self._kinds):
             posed = replace(self._problem, deadline_s=deadline_s, slack=0.0)
             hint = None if hints is None else plan_from_columns(posed, list(hints))
             method = "fastest" if deadline_s is None else "exact"
-            result = solve(posed, method=method, parameters=self.left(), hint=hint)
+            result = solve(posed, method=method, parameters=self._budget.left(), hint=hint)
             columns = (
                 [None] * len(names) if result.plan is None else plan_columns(posed, result.plan)
             )
@@ -394,10 +170,10 @@ class _Run:
             parts.append(self._part(result, names[index], column))
         return parts
 
-    def _part(self, result: SolveResult, name: str, column: IntArray | None) -> _Found:
-        self.interrupted |= result.status is SolveStatus.INTERRUPTED
+    def _part(self, result: SolveResult, name: str, column: IntArray | None) -> KindFound:
+        self._budget.interrupted |= result.status is SolveStatus.INTERRUPTED
         part = result.devices[name]
-        return _Found(
+        return KindFound(
             status=part.status,
             column=column,
             objective=math.inf if part.objective is None else part.objective,
@@ -405,7 +181,7 @@ class _Run:
             statistics=dict(part.statistics),
         )
 
-    def _deadline(self) -> tuple[float | None, list[IntArray] | None, list[_Found] | None]:
+    def _deadline(self) -> tuple[float | None, list[IntArray] | None, list[KindFound] | None]:
         """(1 + slack) x the fastest replayed time, the plans, and what failed if one did."""
         parts = self._relaxed(None, None)
         columns = []
@@ -419,22 +195,24 @@ class _Run:
         )
         fastest_s = least
         for index, kind in enumerate(self._kinds):
-            if kind.paths.time_s(columns[index]) <= fastest_s * (1 + _ROUNDING):
+            if kind.paths.time_s(columns[index]) <= fastest_s * (1 + ROUNDING):
                 continue
+            self._budget.share_time(2 * len(self._kinds) - index)  # the plans are still to be found
             part = kind.solve(None, columns[index], (), parts[index].bound)
             gap = relative_gap(part.objective, part.bound)
-            is_close = gap is not None and gap <= self.parameters.relative_gap
+            is_close = gap is not None and gap <= self._parameters.relative_gap
             if part.column is None or not (is_close or part.status is SolveStatus.OPTIMAL):
                 parts[index] = part
                 return None, None, parts
             columns[index] = part.column
             fastest_s = max(fastest_s, part.objective)
         self._fastest_s = fastest_s
+        self._budget.share_time(1)
         return (1.0 + self._problem.slack) * fastest_s, columns, None
 
     # -- the result ------------------------------------------------------------------------
 
-    def _settle(self, deadline_s: float, found: list[_Found]) -> SolveResult:
+    def _settle(self, deadline_s: float, found: list[KindFound]) -> SolveResult:
         """The result; where rows were not enough, plans that surely keep the deadline."""
         columns = [part.column for part in found if part.column is not None]
         unsure = [index for index, kind in enumerate(self._kinds) if kind.unsure]
@@ -447,7 +225,7 @@ class _Run:
                 if part.status is SolveStatus.INFEASIBLE:
                     part.status = SolveStatus.NO_PLAN_FOUND
                 elif part.status is SolveStatus.OPTIMAL:
-                    close = part.objective - bound <= self.parameters.relative_gap * part.objective
+                    close = part.objective - bound <= self._parameters.relative_gap * part.objective
                     part.status = SolveStatus.OPTIMAL if close else SolveStatus.HEURISTIC
                 found[index] = part
             columns = [part.column for part in found if part.column is not None]
@@ -458,11 +236,11 @@ class _Run:
         told = replay(self._problem, plan, hosts=self._hosts)
         return told.iteration_time_s <= deadline_s * (1 + TIME_TOLERANCE)
 
-    def _without_plan(self, found: list[_Found] | None) -> SolveResult:
+    def _without_plan(self, found: list[KindFound] | None) -> SolveResult:
         return self._result(None, found or [], None)
 
     def _result(
-        self, deadline_s: float | None, found: list[_Found], columns: list[IntArray] | None
+        self, deadline_s: float | None, found: list[KindFound], columns: list[IntArray] | None
     ) -> SolveResult:
         problem = self._problem
         status = min((part.status for part in found), key=_SEVERITY.index)
@@ -501,12 +279,12 @@ class _Run:
             fallback_reason=reason,
             notes=(),
             devices=MappingProxyType(self._devices(found)),
-            solve_s=time.perf_counter() - self._began,
-            parameters=self.parameters,
+            solve_s=self._budget.elapsed_s(),
+            parameters=self._parameters,
             replayed=replayed,
         )
 
-    def _bound(self, found: list[_Found]) -> float | None:
+    def _bound(self, found: list[KindFound]) -> float | None:
         if not all(math.isfinite(part.bound) for part in found):
             return None
         devices = self._problem.devices
@@ -515,7 +293,7 @@ class _Run:
             for device, part in zip(devices, found, strict=True)
         )
 
-    def _devices(self, found: list[_Found]) -> Mapping[str, DeviceResult]:
+    def _devices(self, found: list[KindFound]) -> Mapping[str, DeviceResult]:
         results = {}
         for device, part in zip(self._problem.devices, found, strict=True):
             objective = part.objective if part.column is not None else None
@@ -530,7 +308,3 @@ class _Run:
                 statistics=MappingProxyType(part.statistics),
             )
         return results
-
-
-def _count(found: _Found, name: str) -> None:
-    found.statistics[name] = found.statistics.get(name, 0.0) + 1.0

@@ -72,7 +72,9 @@ class Execution:
             self._session.cache = cache
         natural = compute_dtype(precision, device)
         self._activation_dtype = input_dtype or natural
+        #: Activations with a gradient; the leaf behind each, and its version to begin with.
         self.activations: list[Tensor] = []
+        self._leaves: list[tuple[Tensor, int]] = []
         self.parameters: list[Tensor] = []
         self.operands = [self._operand(i) for i in range(len(self.signature.operands))]
         function = find_function(self.signature.function)
@@ -123,7 +125,12 @@ class Execution:
         Args:
             retain: keep what it needs for another time.
         """
-        inputs = [*self.activations, *self.parameters]
+        # What the call wrote into is its output by now; its input is the leaf behind it.
+        inputs = [
+            given if given._version == version else leaf
+            for given, (leaf, version) in zip(self.activations, self._leaves, strict=True)
+        ]
+        inputs += self.parameters
         torch.autograd.grad(
             self._roots, inputs, self._gradients, retain_graph=retain, allow_unused=True
         )
@@ -142,6 +149,7 @@ class Execution:
             return tensor
         passed = handed(tensor)
         self.activations.append(passed)
+        self._leaves.append((tensor, passed._version))
         return passed
 
     def _is_lowered(self, index: int) -> bool:
@@ -150,7 +158,12 @@ class Execution:
             return False
         if self.row.role is Role.FOLLOWER:
             producer = self.graph.tensors[self.row.inputs[index]].producer
-            return producer in self.row.follows
+            if producer is None:
+                return False
+            # What does not decide the result (a tensor added in place) seldom differs from
+            # what does, unless it always comes in fp32.
+            fixed = self.graph.operators[producer].role is Role.FIXED
+            return producer in self.row.follows or not fixed
         return self.row.role is Role.ADJUSTABLE
 
     def _caller(

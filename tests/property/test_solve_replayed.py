@@ -27,7 +27,7 @@ from qsync_opt.simulate.tasks import HostCosts
 from tests.host_cases import random_hosts
 from tests.tiny_problems import tiny_problem
 
-PROBLEMS, CHUNK = 160, 40
+PROBLEMS, CHUNK = 100, 25
 
 #: Joint plans of the largest problem that is tried whole.
 MOST_PLANS = 700
@@ -167,7 +167,7 @@ def test_without_limiting_hosts_it_is_solve() -> None:
 
 def test_waiting_hosts_under_overlap_get_plans_in_time_and_bounds_that_hold() -> None:
     statuses = set()
-    for seed, problem, hosts, plans in cases(range(120), (1.5, 3.0), waits=True):
+    for seed, problem, hosts, plans in cases(range(60), (1.5, 3.0), waits=True):
         got = solve_replayed(problem, hosts, parameters=EXACT)
         statuses.add(got.status)
         if got.plan is None or problem.deadline_s is None:
@@ -184,10 +184,10 @@ def test_waiting_hosts_under_overlap_get_plans_in_time_and_bounds_that_hold() ->
     assert SolveStatus.OPTIMAL in statuses
 
 
-@pytest.mark.parametrize("solver", ["scip", "cp_sat"])
-def test_other_back_ends_agree(solver: str) -> None:
-    parameters = replace(EXACT, solver=solver, relative_gap=1e-6)
-    for _, problem, hosts, _ in cases(range(30, 60), (1.0,), waits=True):
+@pytest.mark.parametrize(("solver", "plain"), [("scip", False), ("highs", True), ("scip", True)])
+def test_other_back_ends_and_whole_programs_agree(solver: str, plain: bool) -> None:
+    parameters = replace(EXACT, solver=solver, plain=plain, relative_gap=1e-6)
+    for _, problem, hosts, _ in cases(range(30, 50), (1.0,), waits=True):
         want = solve_replayed(problem, hosts, parameters=EXACT)
         got = solve_replayed(problem, hosts, parameters=parameters)
         assert got.status is want.status

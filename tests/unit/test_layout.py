@@ -102,6 +102,7 @@ LAYERS = (
     ("optimize.kind",),
     ("optimize.crew",),
     ("optimize.solve",),
+    ("replayed_kind",),
     ("replayed",),
     # questions about a problem
     ("optimize.compare", "optimize.explain", "optimize.export"),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from qsync_opt.build import build_problem
@@ -281,13 +281,40 @@ def test_a_layer_runs_as_in_the_converted_model(precision: Precision) -> None:
     assert len(cache.requests) == (precision is not Precision.FP32)
 
 
-def test_in_place_calls_have_a_backward() -> None:
+def test_in_place_calls_have_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = capture_chain(lambda net, h: net.block(h))
     index = next(i for i, row in enumerate(graph.operators) if row.kind == "relu")
     execution = Execution(graph, index, Precision.BF16, CPU)
+    before = execution.operands[0].detach().clone()
     assert execution.prepare_backward()
+    found: list[tuple[torch.Tensor, ...]] = []
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: found.append(grad(*a, **k)))
     execution.backward()
     execution.backward()
+    (gradient,) = execution.gradients
+    for (result,) in found:  # that of the input, for which something is computed
+        assert torch.equal(result, torch.where(before > 0, gradient, 0.0))
+    assert (before < 0).any()
+
+
+def test_what_is_added_in_place_comes_in_the_dtype_of_the_rest() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            out = self.second(x)
+            out += x
+            return out
+
+    batch = (torch.randn(4, 8), torch.randint(8, (4,)))
+    graph = capture(Residual(), batch, nn.functional.cross_entropy, least_coverage=0.0)
+    (index,) = (i for i, row in enumerate(graph.operators) if row.kind in ("add_", "iadd"))
+    execution = Execution(graph, index, Precision.BF16, CPU)
+    assert [operand.dtype for operand in execution.operands] == [torch.bfloat16] * 2
 
 
 def operand(
