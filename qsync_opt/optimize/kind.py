@@ -297,9 +297,9 @@ class KindJob:
         found = [self._best_uniform(deadline_s)]
         if self.fastest is not None and self.fastest.column is not None:
             start = self.fastest.column
-            found.append(greedy_columns(
-                    problem, device, deadline_s, start, limits.stop, self._workspace
-                ))
+            found.append(
+                greedy_columns(problem, device, deadline_s, start, limits.stop, self._workspace)
+            )
         plans = [column for column in found if column is not None]
         return min(plans, key=self._perturbation, default=None)
 

@@ -41,6 +41,7 @@ class Ladder:
 
 
 def make_ladders(problem: AllocationProblem, device: DeviceKind) -> list[Ladder]:
+    """The ladder of every choice with more than one option, by first operator."""
     perturbations = device.perturbation.tolist()
     totals_s = (device.forward_s + device.backward_s).tolist()
     result = []

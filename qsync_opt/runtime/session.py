@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, overrides
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qsync_opt.errors import ParameterError
@@ -80,6 +80,10 @@ class Scope(threading.local):
     owner: object = None
 
 
+#: The stack of modes of this thread: torch's own, without types.
+_modes: Any = torch.overrides
+
+
 class OwnerMode(TorchFunctionMode):
     """A mode that sees the calls of the module that owns them."""
 
@@ -101,8 +105,8 @@ class Within:
         self._scope.owner = self._owner
         # The compiler traces through modes, but cannot follow them being taken off.
         told = self._before is not None and not torch.compiler.is_compiling()
-        if told and isinstance(overrides._get_current_function_mode(), OwnerMode):
-            self._mode = overrides._pop_mode()
+        if told and isinstance(_modes._get_current_function_mode(), OwnerMode):
+            self._mode = _modes._pop_mode()
 
     def __exit__(
         self,
@@ -112,7 +116,7 @@ class Within:
     ) -> None:
         self._scope.owner = self._before
         if self._mode is not None:
-            overrides._push_mode(self._mode)
+            _modes._push_mode(self._mode)
             self._mode = None
 
 

@@ -306,7 +306,7 @@ def test_what_is_added_in_place_comes_in_the_dtype_of_the_rest() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.first(x)
-            out = self.second(x)
+            out: torch.Tensor = self.second(x)
             out += x
             return out
 
