@@ -350,10 +350,10 @@ def _free(cost: FloatArray) -> BoolArray:
     no_worse = np.ones((len(cost), size, size), dtype=np.bool_)  # [c, i, j]: j for i
     for row in range(cost.shape[2]):
         no_worse &= cost[:, None, :, row] <= cost[:, :, None, row]
-    better = np.logical_not(no_worse.transpose(0, 2, 1))
+    better: BoolArray = ~no_worse.transpose(0, 2, 1)
     better |= np.tri(size, k=-1, dtype=np.bool_)  # or as good, and earlier
     better &= no_worse
-    free: BoolArray = ~better.any(axis=2)
+    free: BoolArray = np.logical_not(np.logical_or.reduce(better, axis=2))
     return free
 
 
