@@ -19,8 +19,9 @@ from qsync_opt.optimize.evaluate import (
     plan_columns,
     plan_from_columns,
 )
-from qsync_opt.optimize.exact import KindSolution, KindSolver
+from qsync_opt.optimize.exact import KindSolver
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
+from qsync_opt.optimize.proof import KindSolution
 from qsync_opt.optimize.result import Progress, SolveParameters, SolveResult, SolveStatus
 from qsync_opt.optimize.solve import solve
 from qsync_opt.simulate.paths import KindPaths, violated

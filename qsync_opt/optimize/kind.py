@@ -25,7 +25,7 @@ from qsync_opt.optimize.baselines import (
 )
 from qsync_opt.optimize.brute_force import brute_force_columns, brute_force_fastest
 from qsync_opt.optimize.evaluate import allowed_columns, broken_rules, evaluate_device
-from qsync_opt.optimize.exact import KindSolution, KindSolver
+from qsync_opt.optimize.exact import KindSolver
 from qsync_opt.optimize.factors import FactorGraph
 from qsync_opt.optimize.floors import is_late, time_floor_s
 from qsync_opt.optimize.greedy import greedy_columns
@@ -33,6 +33,7 @@ from qsync_opt.optimize.interrupter import Interrupter
 from qsync_opt.optimize.ladders import Workspace
 from qsync_opt.optimize.polish import improve_columns
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
+from qsync_opt.optimize.proof import KindSolution
 from qsync_opt.optimize.result import Progress, SolveParameters, SolveStatus
 
 #: The fastest feasible time is proven to this gap where it is cheap ...
