@@ -1,4 +1,4 @@
-# make demo   solve an instance, compare the methods, draw the Pareto curve, write the MPS
+# make demo   measure two device kinds of this machine, solve, predict, train and report
 # make test   lint, types and tests
 # make bench  time to the proof beside plain solvers; prints a table
 # make cuda   compile the CUDA sources for every architecture they are for
@@ -41,5 +41,5 @@ cuda:
 	@$(MAKE) -C cuda -j$$(nproc 2>/dev/null || echo 2) check
 
 clean:
-	rm -rf $(VENV) build dist demo-output *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist demo-output report-output train-output *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

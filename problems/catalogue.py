@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,15 @@ from problems.convolutional import resnet50, vgg16_bn
 from problems.gpus import A10, A100, H200, L4, T4, V100
 from problems.hard import equal_sensitivities, short_of_memory, tight_memory, wide_sensitivities
 from problems.hawq import SOURCE, hawq_resnet18, hawq_resnet50
+from problems.measured import (
+    MODELS,
+    SHARES,
+    STRONG,
+    MeasuredModel,
+    at_uniform,
+    is_there,
+    measured_problem,
+)
 from problems.roofline import (
     ETHERNET_10,
     ETHERNET_100,
@@ -23,7 +33,6 @@ from problems.roofline import (
 )
 from problems.transformers import bert_base, decoder_70b, gpt2_small
 from qsync_opt.optimize.arrays import FloatArray
-from qsync_opt.optimize.evaluate import evaluate_device, follower_columns
 from qsync_opt.optimize.generate import generate_problem
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.precision import Precision
@@ -73,10 +82,7 @@ def at_pace(
     Operators without that precision run in fp32. The deadline is `factor` times that, rounded
     up to a microsecond.
     """
-    device = problem.devices[problem.device_index[kind]]
-    column = problem.precisions.index(precision)
-    chosen = np.where(device.available[:, column], column, problem.precisions.index(Precision.FP32))
-    part = evaluate_device(problem, device, follower_columns(problem, chosen))
+    part = at_uniform(problem, kind, precision)
     deadline_s = math.ceil(part.iteration_time_s * factor * 1e6) / 1e6
     return replace(problem, deadline_s=deadline_s)
 
@@ -244,9 +250,27 @@ def _roofline(file: str, make: Callable[[], AllocationProblem], *, mps: bool = F
     return Instance(file=file, make=make, origin=_ROOFLINE, units=_SECONDS, mps=mps)
 
 
+def _measured(model: MeasuredModel, share: int) -> Instance:
+    return Instance(
+        file=f"{model.name}-{STRONG}-{share}.json.gz",
+        make=partial(measured_problem, model, share),
+        origin=(
+            f"{model.file}, measured on an NVIDIA H200 at 100 % and {share} % of its"
+            " multiprocessors; indicator `variance`; all-reduce over NVLink"
+        ),
+        units="seconds, bytes; perturbation in units of the squared gradient of the mean loss",
+    )
+
+
+#: Those for which every file is in `measured/`, the larger share first.
+_MEASURED = tuple(
+    _measured(model, share) for share in SHARES for model in MODELS if is_there(model, share)
+)
+
 _HAWQ_UNITS = "seconds of inference, bytes of weights; perturbation = trace x squared error"
 
 INSTANCES = (
+    *_MEASURED,
     Instance(
         file="hawq-v3-resnet18-t4.json",
         make=hawq_resnet18,

@@ -8,7 +8,6 @@ the whole GPU beside one that has a share of its multiprocessors and of its memo
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +34,7 @@ NETWORK = (
     " taken to cost as much, larger ones in proportion"
 )
 
-#: Where the weak worker cannot keep the pace of the strong one in fp32: over the fastest pace.
+#: Over the pace of the fastest feasible plan; see `measured_problem`.
 SLACK = 0.1
 
 
@@ -92,8 +91,11 @@ def is_there(model: MeasuredModel, share: int, folder: Path = FOLDER) -> bool:
 def measured_problem(model: MeasuredModel, share: int, folder: Path = FOLDER) -> AllocationProblem:
     """A worker on the whole GPU beside one on a share of it, with equal batches.
 
-    The pace to keep is that of the strong worker in fp32 where the weak one can keep it all in
-    bf16, else the fastest feasible one and 10 %. The weak worker has its share of the memory.
+    The pace to keep is that of the fastest feasible plan and 10 %. Other paces decide a part of
+    the problem beforehand: at that of the strong worker in fp32 it stays in fp32 throughout, and
+    no plan of a worker on 25 % keeps that of the strong one in tf32. At this one both have to
+    choose, and all of fp32, tf32 and 16 bits are worth something to one or the other. The weak
+    worker has its share of the memory.
 
     Args:
         model: one of `MODELS`.
@@ -120,15 +122,9 @@ def measured_problem(model: MeasuredModel, share: int, folder: Path = FOLDER) ->
         load_perturbations(folder / model.perturbations),
         Cluster(kinds=kinds, all_reduce=reduce),
         name=f"{model.name}-{weak}",
+        slack=SLACK,
     )
-    pace_s = at_uniform(problem, STRONG, Precision.FP32).iteration_time_s
-    keeps = at_uniform(problem, weak, Precision.BF16).iteration_time_s <= pace_s
-    return replace(
-        problem,
-        provenance=f"{problem.provenance}; {NETWORK}",
-        deadline_s=math.ceil(pace_s * 1e6) / 1e6 if keeps else None,
-        slack=0.0 if keeps else SLACK,
-    )
+    return replace(problem, provenance=f"{problem.provenance}; {NETWORK}")
 
 
 def at_uniform(problem: AllocationProblem, kind: str, precision: Precision) -> DeviceEvaluation:

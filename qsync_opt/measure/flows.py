@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from qsync_opt.measure.calls import replace_tensors, tensors_in
+from qsync_opt.measure.draws import SameDraws, set_random_state
 from qsync_opt.measure.rounding_noise import Layout, Part
 
 if TYPE_CHECKING:
@@ -146,8 +147,8 @@ class Replayable:
             return changed.clone()  # an operator in place must not write into a leaf
 
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            _set_random_state(device, self.random_state)
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), SameDraws():
+            set_random_state(device, self.random_state)
             args, kwargs = replace_tensors((self.args, self.kwargs), make)
             result = self.function(*args, **kwargs)
         return used, [x for x in tensors_in(result) if x.is_floating_point()]
@@ -200,18 +201,6 @@ def apply(function: Any, *arguments: Any) -> Tensor:
     return out
 
 
-def random_state(device: torch.device) -> Tensor:
-    """The state of a device's generator of random numbers."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
 def _plus_square(total: Tensor | None, x: Tensor) -> Tensor:
     square = x.detach().float().square()
     return square if total is None else total.add_(square)
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

@@ -7,9 +7,9 @@ For operator o at precision p, with all other operators in fp32,
 summed over all parameters, where g_hat is the gradient with o patched by `runtime.convert` at
 p (emulated where the device lacks it), g the one with the same patch at fp32, and the mean is
 over draws of stochastic rounding; rounding to the nearest needs one. The random numbers of the
-model (dropout) are the same in every run. fp16 runs with a loss scale, halved until nothing
-overflows. Unit: that of a squared gradient. Cost: one forward and backward per operator,
-precision and draw.
+model (dropout) are the same in every run (`draws`). fp16 runs with a loss scale, halved until
+nothing overflows. Unit: that of a squared gradient. Cost: one forward and backward per
+operator, precision and draw.
 
 Operators that one module runs share their precision and are lowered together; each gets an
 equal share of the effect.
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from qsync_opt.graph import GroupReason, OperatorGraph
 from qsync_opt.kernels.rounding import Rounding
+from qsync_opt.measure.draws import SameDraws
 from qsync_opt.measure.moments import LARGEST_LOSS_SCALE, require_finite
 from qsync_opt.measure.rounding_noise import layout_of
 from qsync_opt.measure.step import Loss, call_model, loss_of, split_batch
@@ -116,8 +117,9 @@ class _Step:
     def gradients(self, scale: float) -> list[Tensor | None]:
         torch.manual_seed(self._seed)
         with torch.enable_grad():
-            output = call_model(self._model, self._inputs)
-            value = loss_of(output, self._target, self._loss)
+            with SameDraws():
+                output = call_model(self._model, self._inputs)
+                value = loss_of(output, self._target, self._loss)
             self.loss = value.detach()
             found = torch.autograd.grad(value * scale, self._parameters, allow_unused=True)
         return [None if gradient is None else gradient / scale for gradient in found]

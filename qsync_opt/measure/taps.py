@@ -30,7 +30,8 @@ from torch.overrides import TorchFunctionMode
 from qsync_opt.errors import CaptureError
 from qsync_opt.graph import OperatorGraph, Origin, Role
 from qsync_opt.measure.calls import function_name, opened, replace_tensors, tensors_in
-from qsync_opt.measure.flows import Passes, Product, Replayable, Tap, apply, random_state
+from qsync_opt.measure.draws import random_state
+from qsync_opt.measure.flows import Passes, Product, Replayable, Tap, apply
 from qsync_opt.measure.records import LOSS
 from qsync_opt.measure.rounding_noise import Form, Part, layout_of
 

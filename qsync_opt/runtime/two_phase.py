@@ -42,8 +42,8 @@ class Exchange:
         """Send row i to rank i: the rows from all ranks, and what to wait for."""
         received = torch.empty_like(messages)
         self.sent_bytes += (self.world - 1) * messages[0].numel() * messages.element_size()
-        work = distributed.all_to_all_single(received, messages, group=self.group, async_op=True)
-        return received, work
+        run = distributed.all_to_all_single
+        return received, self._collective(run, received, messages)
 
     def all_gather(self, message: Tensor, output: Tensor | None = None) -> tuple[Tensor, Any]:
         """Send a message to all: the messages of all ranks as rows, and what to wait for.
@@ -55,8 +55,20 @@ class Exchange:
         if output is None:
             output = message.new_empty(self.world * message.numel())
         self.sent_bytes += (self.world - 1) * message.numel() * message.element_size()
-        work = _all_gather(output, message.contiguous(), group=self.group, async_op=True)
+        work = self._collective(_all_gather, output, message.contiguous())
         return output.view(self.world, -1), work
+
+    def _collective(self, run: Any, output: Tensor, given: Tensor) -> Any:
+        """Start a collective; what to wait for."""
+        if not self._goes_by_host(given):
+            return run(output, given, group=self.group, async_op=True)
+        arrived = torch.empty(output.shape, dtype=output.dtype)
+        work = run(arrived, given.cpu(), group=self.group, async_op=True)
+        return _Staged(work, arrived, output)
+
+    def _goes_by_host(self, tensor: Tensor) -> bool:
+        """Whether the backend cannot send from where a tensor is (gloo from a GPU: a crash)."""
+        return tensor.is_cuda and distributed.get_backend(self.group) == "gloo"
 
     def add_up(self, counts: Tensor) -> Tensor:
         """The sum over ranks of a few numbers, in place."""
@@ -84,6 +96,18 @@ class Exchange:
                     f"ranks do not agree on {what}: {rows.tolist()[:8]}",
                     "Start every rank with the same model and the same options",
                 )
+
+
+class _Staged:
+    """A collective on host memory, whose result belongs on the device."""
+
+    def __init__(self, work: Any, arrived: Tensor, output: Tensor) -> None:
+        self._work, self._arrived, self._output = work, arrived, output
+
+    def wait(self) -> None:
+        """Wait for it, and copy the result over."""
+        self._work.wait()
+        self._output.copy_(self._arrived)
 
 
 class Memory:

@@ -61,6 +61,7 @@ LAYERS = (
     ("measure.communication", "measure.memory", "measure.records", "measure.casts"),
     ("measure.provenance",),
     ("measure.values", "measure.naming", "measure.roles", "measure.rounding_noise"),
+    ("measure.draws",),
     ("measure.recorder", "measure.autograd_graph", "measure.flows"),
     ("measure.attribution", "measure.taps", "measure.kinks"),
     ("measure.assembly", "measure.moments"),

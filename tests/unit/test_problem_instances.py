@@ -1,6 +1,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -20,9 +21,10 @@ from problems.hard import (
     lexicographic_kept,
 )
 from problems.hawq import RESNET18, RESNET50, inner_convolutions
+from problems.measured import MODELS, NETWORK, SHARES, STRONG, at_uniform
 from problems.pricing import Pricing
 from problems.transformers import bert_base, decoder_70b, gpt2_small
-from qsync_opt.files import load_plan, load_problem
+from qsync_opt.files import load_costs, load_plan, load_problem
 from qsync_opt.optimize.evaluate import (
     evaluate,
     evaluate_columns,
@@ -30,10 +32,13 @@ from qsync_opt.optimize.evaluate import (
     follower_columns,
 )
 from qsync_opt.optimize.problem import AllocationProblem
+from qsync_opt.optimize.solve import solve
 from qsync_opt.precision import Precision
 
 NAMES = [instance.name for instance in INSTANCES]
 FEASIBLE = [instance.name for instance in INSTANCES if instance.feasible]
+#: Instances of what was measured: NAME-h200-SHARE.
+MEASURED = [name for name in NAMES if name.endswith(tuple(f"-{STRONG}-{x}" for x in SHARES))]
 #: Roofline instances: the weak kind, and the GPU of every kind.
 FLEETS = {
     "resnet50-v100-t4": {"v100": gpus.V100, "t4": gpus.T4},
@@ -137,6 +142,49 @@ class TestSolutions:
             if device.available[row].sum() > 1 and not operator.follows
         }
         assert len(used) >= 2
+
+    @pytest.mark.parametrize("name", MEASURED)
+    def test_both_kinds_mix_precisions(self, name: str) -> None:
+        plan = load_plan(FOLDER / index()[name]["plan"])
+        for device in stored(name).devices:
+            counts = plan.counts(device.name)
+            few = sum(counts.values()) // 50
+            assert sum(count > few for count in counts.values()) > 1
+
+
+class TestMeasured:
+    def test_five_models_at_a_quarter_of_the_gpu(self) -> None:
+        assert {f"{model.name}-h200-25" for model in MODELS} <= set(MEASURED)
+
+    @pytest.mark.parametrize("name", MEASURED)
+    def test_weak_worker_has_its_share_and_is_slower_in_every_precision(self, name: str) -> None:
+        problem = stored(name)
+        strong, weak = problem.devices
+        share = int(weak.name.rpartition("-")[2])
+        model = next(model for model in MODELS if name.startswith(model.name))
+        whole_bytes = load_costs(FOLDER / "measured" / model.costs(share)).memory.device_bytes
+        assert 0.8 * whole_bytes < strong.memory_bytes <= whole_bytes
+        assert weak.memory_bytes <= whole_bytes * share / 100
+        assert (strong.available == weak.available).all()
+        for precision in problem.precisions:
+            times = [at_uniform(problem, d.name, precision).compute_s for d in problem.devices]
+            assert 1.5 * times[0] < times[1] < 1.25 * 100 / share * times[0]
+
+    @pytest.mark.parametrize("name", MEASURED)
+    def test_provenance_names_what_was_measured_and_what_was_not(self, name: str) -> None:
+        text = stored(name).provenance
+        share = stored(name).devices[1].name.rpartition("-")[2]
+        for words in ("NVIDIA H200, 100 %", f"NVIDIA H200, {share} %", NETWORK):
+            assert words in text
+
+    @pytest.mark.parametrize("name", MEASURED)
+    def test_no_heuristic_reaches_the_optimum(self, name: str) -> None:
+        entry = index()[name]
+        problem = replace(stored(name), deadline_s=entry["deadline_s"], slack=0.0)
+        for method in ("uniform", "greedy"):
+            objective = solve(problem, method=method).objective
+            assert objective is not None
+            assert objective > entry["bound"] * 1.005
 
 
 class TestShapes:
