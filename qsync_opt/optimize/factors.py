@@ -21,17 +21,16 @@ one sum of plain costs, which `elimination` minimises exactly: the Lagrangian of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
 from qsync_opt.optimize.cuts import TimeCut
+from qsync_opt.optimize.elimination import LARGEST_TABLE, Elimination
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.optimize.rows import first_savers, transient_bytes
 from qsync_opt.precision import PROMOTED
-
-#: Entries of the largest table that is built: 4 precisions over 6 variables.
-LARGEST_TABLE = 4096
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,6 +99,13 @@ class FactorGraph:
         graph._take(self.allowed & keep)
         graph._make_tables()
         return graph
+
+    @cached_property
+    def elimination(self) -> Elimination:
+        """The order in which the tables are minimised, planned once."""
+        scopes = [tuple(scope) for table in self.tables for scope in table.scope.tolist()]
+        everything = np.ones(len(self.allowed), dtype=np.bool_)
+        return Elimination(len(self.allowed), self.columns, everything, scopes)
 
     def _make_tables(self) -> None:
         self.exact = True

@@ -26,7 +26,6 @@ import numpy as np
 from qsync_opt.optimize.arrays import FloatArray, IntArray
 from qsync_opt.optimize.backends import solve_linear
 from qsync_opt.optimize.cuts import TimeCut
-from qsync_opt.optimize.elimination import Elimination
 from qsync_opt.optimize.evaluate import TIME_TOLERANCE
 from qsync_opt.optimize.factors import FactorGraph, Tables, entries
 from qsync_opt.optimize.linear import LazyNames, ProgramBuilder
@@ -105,10 +104,7 @@ class Lagrangian:
         problem, device = graph.problem, graph.device
         self.graph, self.deadline_s = graph, deadline_s
         self._cuts = tuple(cuts)
-        scopes = [tuple(scope) for table in graph.tables for scope in table.scope.tolist()]
-        variables = len(graph.allowed)
-        everything = np.ones(variables, dtype=np.bool_)
-        self.elimination = Elimination(variables, graph.columns, everything, scopes)
+        self.elimination = graph.elimination
         self.exact = graph.exact and self.elimination.exact
         rows = time_rows(problem)
         self.first = np.array([row.first_operator for row in rows], dtype=np.int64)

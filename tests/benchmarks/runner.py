@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import qsync_opt as qo
-from tests.benchmarks.specs import OWN, PRECISIONS, SolverSpec, measure, not_measured
+from tests.benchmarks.specs import OWN, PRECISIONS, SolverSpec, not_measured
+
+ROOT = Path(__file__).resolve().parents[2]
 
 #: A solver that goes on so many times its limit, and this much longer, is ended.
 _PATIENCE, _PATIENCE_S = 3.0, 120.0
@@ -27,27 +31,35 @@ print(time.perf_counter() - began)
 """
 
 
-def _measure_into(spec: SolverSpec, path: str) -> None:
-    Path(path).write_text(json.dumps(measure(spec)))
+#: Solves the spec of its first argument into the file of its second.
+_MEASURE = """
+import json, sys
+from pathlib import Path
+from tests.benchmarks.specs import SolverSpec, measure
+spec = SolverSpec(**json.loads(sys.argv[1]))
+Path(sys.argv[2]).write_text(json.dumps(measure(spec)))
+"""
 
 
 def measure_apart(spec: SolverSpec) -> dict[str, Any]:
-    """`measure` in a fresh process; a row without numbers if it crashes or will not stop."""
+    """`measure` in a fresh interpreter; a row without numbers if it crashes or will not stop.
+
+    Not a process of `multiprocessing`: in those the solver does not fork, as it does for users.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "row.json"  # not its output, into which solvers print
-        # `spawn`: a forked child would inherit the memory and the imports of this process.
-        process = multiprocessing.get_context("spawn").Process(
-            target=_measure_into, args=(spec, str(path))
-        )
-        process.start()
+        command = [sys.executable, "-c", _MEASURE, json.dumps(asdict(spec)), str(path)]
         limit_s = None if spec.limit_s is None else _PATIENCE * spec.limit_s + _PATIENCE_S
-        process.join(limit_s)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        # A group of its own, so that processes which it forked end with it.
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             return not_measured(spec, "KILLED", f"went on after {limit_s:g} s")
-        if process.exitcode or not path.exists():
-            return not_measured(spec, "CRASHED", f"exit code {process.exitcode}")
+        if code or not path.exists():
+            return not_measured(spec, "CRASHED", f"exit code {code}")
         row: dict[str, Any] = json.loads(path.read_text())
         return row
 
