@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import resolve_name
+from torch.overrides import TorchFunctionMode, resolve_name
 
 #: Where functions are looked for that torch's list of overridable functions lacks.
 _HOMES = ("torch._C._nn", "torch._VF", "torch.special", "torch.linalg", "torch.fft")
@@ -201,3 +201,25 @@ def decode_arguments(
     return tuple(decode(item) for item in positional), {
         key: decode(item) for key, item in keywords.items()
     }
+
+
+class CallListener(TorchFunctionMode):
+    """Hands every call of a torch function to somebody.
+
+    Args:
+        run_call: makes the call; given the function, this mode, args and kwargs.
+    """
+
+    def __init__(self, run_call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._run_call = run_call
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Hand over a call."""
+        return self._run_call(func, self, args, kwargs or {})

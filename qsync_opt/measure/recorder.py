@@ -22,13 +22,13 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from qsync_opt.errors import CaptureError
 from qsync_opt.graph import Operand, Origin
 from qsync_opt.measure.calls import (
+    CallListener,
     encode_arguments,
     function_name,
     opened,
@@ -96,7 +96,7 @@ class Recorder:
                 stack.callback(hook.remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
             stack.enter_context(_OperationMode(self))
-            stack.enter_context(_CallMode(self))
+            stack.enter_context(CallListener(self.run_call))
             self.phase = Phase.FORWARD
             stack.callback(self._end_phase)
             yield
@@ -154,7 +154,7 @@ class Recorder:
     def run_call(
         self,
         function: Callable[..., Any],
-        mode: TorchFunctionMode,
+        mode: CallListener,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -351,23 +351,6 @@ class Recorder:
                 )
             )
         return alias
-
-
-class _CallMode(TorchFunctionMode):
-    """Hands every call of a torch function to the recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return self._recorder.run_call(func, self, args, kwargs or {})
 
 
 class _OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -25,11 +25,10 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.overrides import TorchFunctionMode
 
 from qsync_opt.errors import CaptureError
 from qsync_opt.graph import OperatorGraph, Origin, Role
-from qsync_opt.measure.calls import function_name, opened, replace_tensors, tensors_in
+from qsync_opt.measure.calls import CallListener, function_name, opened, replace_tensors, tensors_in
 from qsync_opt.measure.draws import random_state
 from qsync_opt.measure.flows import Passes, Product, Replayable, Tap, apply
 from qsync_opt.measure.records import LOSS
@@ -86,7 +85,7 @@ class Taps:
                 register_module_forward_hook(self._leave, always_call=True),
             ):
                 stack.callback(hook.remove)
-            stack.enter_context(_CallMode(self))
+            stack.enter_context(CallListener(self.run_call))
             yield
         missed = set(self._graph.adjustable) - self.products.keys()
         if missed:
@@ -113,7 +112,7 @@ class Taps:
     def run_call(
         self,
         function: Callable[..., Any],
-        mode: TorchFunctionMode,
+        mode: CallListener,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -269,23 +268,6 @@ def _caller(
         return function(*new_args, **new_kwargs)
 
     return run
-
-
-class _CallMode(TorchFunctionMode):
-    """Hands every call of a torch function to the taps."""
-
-    def __init__(self, taps: Taps) -> None:
-        super().__init__()
-        self._taps = taps
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return self._taps.run_call(func, self, args, kwargs or {})
 
 
 class _ValueTap(Function):

@@ -184,9 +184,7 @@ class KindSolver:
         def visit(point: Point) -> bool:
             nonlocal rounds
             rounds += 1
-            if not (point.excess[self._own_rows(lagrangian) :] > 0).any():
-                self._proof.incumbent.offer(lagrangian.graph.operator_columns(point.options))
-            return self._proof.out_of_time()
+            return self._offer(lagrangian, point)
 
         def enough(value: float) -> bool:
             self._proof.raise_bound(value - ROUNDING * abs(value))
@@ -198,9 +196,15 @@ class KindSolver:
         self._proof.statistics["rounds"] = float(rounds)
         return climb
 
-    def _own_rows(self, lagrangian: Lagrangian) -> int:
-        """Rows that a plan may break: none of time's where time is the objective."""
-        return lagrangian.time_rows if self._proof.deadline_s is None else 0
+    def _offer(self, lagrangian: Lagrangian, point: Point) -> bool:
+        """Offer the plan of a point if it keeps every row; says whether to stop.
+
+        Where time is the objective, its rows are none that a plan could break.
+        """
+        first = lagrangian.time_rows if self._proof.deadline_s is None else 0
+        if not (point.excess[first:] > 0).any():
+            self._proof.incumbent.offer(lagrangian.graph.operator_columns(point.options))
+        return self._proof.out_of_time()
 
     # -- steps 3 to 5 ----------------------------------------------------------------------
 
@@ -260,14 +264,9 @@ class KindSolver:
             if np.isfinite(closed[rows, point.options[: len(rows)]]).all()
         ]
 
-        def visit(point: Point) -> bool:
-            if not (point.excess[self._own_rows(lagrangian) :] > 0).any():
-                self._proof.incumbent.offer(lagrangian.graph.operator_columns(point.options))
-            return self._proof.out_of_time()
-
         return lagrangian.maximise(
             tolerance=max(self._proof.gap * 0.1, 1e-9),
-            visit=visit,
+            visit=lambda point: self._offer(lagrangian, point),
             enough=lambda value: value >= self._proof.target,
             start=parent.best.prices,
             known=known,

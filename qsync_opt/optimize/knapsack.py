@@ -39,9 +39,6 @@ _SOFTNESS = 0.5
 #: Items that are combined in pairs, those of least reduced cost.
 _MOST_PAIRED = 256
 
-#: Every so many relaxations pairs are tried, and not only single changes.
-_PAIRS_EVERY = 1
-
 #: Relaxations at one depth: as many while they help, fewer and fewer where they do not, but
 #: one at least at every so many depths, and where labels are many.
 _MOST_RELAXED = 6
@@ -444,7 +441,7 @@ class KnapsackSearch:
         others = np.flatnonzero(items[self._class[open_]] != open_)
         if not len(others):
             return
-        pairs = self._relaxations % _PAIRS_EVERY == 1 or self._best is None
+        pairs = self._best is None  # pairs cost more, and a first solution is worth it
         most = _MOST_PAIRED if pairs else 4 * _MOST_PAIRED
         if len(others) > most:
             others = others[np.argpartition(reduced[others], most)[:most]]

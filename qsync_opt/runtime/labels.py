@@ -21,10 +21,9 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.overrides import TorchFunctionMode
 
 from qsync_opt.graph import OperatorGraph
-from qsync_opt.measure.calls import function_name, opened, tensors_in
+from qsync_opt.measure.calls import CallListener, function_name, opened, tensors_in
 from qsync_opt.measure.recorder import sequence_number
 from qsync_opt.measure.records import LOSS
 
@@ -94,7 +93,7 @@ class OperatorLabels:
                 register_module_forward_hook(leave, always_call=True),
             ):
                 stack.callback(hook.remove)
-            stack.enter_context(_CallMode(self))
+            stack.enter_context(CallListener(self.run_call))
             yield
 
     @contextmanager
@@ -102,7 +101,7 @@ class OperatorLabels:
         """Labels for the loss that runs inside."""
         self._scopes.append(LOSS)
         try:
-            with _CallMode(self):
+            with CallListener(self.run_call):
                 yield
         finally:
             self._scopes.pop()
@@ -134,7 +133,7 @@ class OperatorLabels:
     def run_call(
         self,
         function: Callable[..., Any],
-        mode: TorchFunctionMode,
+        mode: CallListener,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -156,23 +155,6 @@ class OperatorLabels:
                 with self.label(operator):
                     return function(*args, **kwargs)
         return function(*args, **kwargs)
-
-
-class _CallMode(TorchFunctionMode):
-    """Hands every call of a torch function to the labels."""
-
-    def __init__(self, labels: OperatorLabels) -> None:
-        super().__init__()
-        self._labels = labels
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return self._labels.run_call(func, self, args, kwargs or {})
 
 
 def _has_children(module: nn.Module) -> bool:

@@ -13,9 +13,6 @@ The tolerance cannot be met by accident: predictions from costs that are 30 % of
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its list
 
 from qsync_opt.build import build_problem
 from qsync_opt.costs import Cluster, ClusterKind
@@ -39,6 +35,7 @@ from qsync_opt.optimize.solve import solve
 from qsync_opt.plan import PrecisionPlan
 from qsync_opt.simulate.replay import replay
 from tests.cost_cases import made_up_costs, made_up_table
+from tests.rank_pairs import run_two_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("replay_on_ranks.py")
@@ -204,25 +201,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Job], dict
         label = f"{name}, {network}"
         made[label], told[label] = make_job(name, network, folder, seed)
     (folder / "jobs.json").write_text(json.dumps(told))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(store.port), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=300) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][1] + outputs[1][1]
-    return made, json.loads(outputs[0][0])
+    first, second = run_two_ranks(SCRIPT, str(folder), timeout_s=300)
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    return made, json.loads(first[1])
 
 
 def errors(

@@ -6,44 +6,24 @@ The processes start once and run every part; starting them takes longer than mos
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its list
 
 from tests.distributed.training_on_ranks import PARTS
+from tests.rank_pairs import run_two_ranks
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("training_on_ranks.py")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each rank found: part -> "" or the traceback."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     folder = tmp_path_factory.mktemp("training")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(store.port), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=240) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for out, err in outputs:
+    ranks = run_two_ranks(SCRIPT, str(folder), timeout_s=240)
+    for _, out, err in ranks:
         assert out, err
-    return [json.loads(out) for out, _ in outputs]
+    return [json.loads(out) for _, out, _ in ranks]
 
 
 @pytest.mark.parametrize("part", PARTS)
