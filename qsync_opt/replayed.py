@@ -36,6 +36,7 @@ from qsync_opt.optimize.evaluate import (
 )
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.optimize.result import (
+    SEVERITY,
     DeviceResult,
     ReplayedTime,
     SolveParameters,
@@ -50,17 +51,6 @@ from qsync_opt.simulate.replay import replay
 from qsync_opt.simulate.tasks import HostCosts
 
 METHODS = ("auto", "exact")
-
-#: From the worst that a part can stop with to the best.
-_SEVERITY = (
-    SolveStatus.INFEASIBLE,
-    SolveStatus.INTERRUPTED,
-    SolveStatus.SOLVER_ERROR,
-    SolveStatus.TIME_LIMIT,
-    SolveStatus.NO_PLAN_FOUND,
-    SolveStatus.HEURISTIC,
-    SolveStatus.OPTIMAL,
-)
 
 
 def solve_replayed(
@@ -243,7 +233,7 @@ class _Run:
         self, deadline_s: float | None, found: list[KindFound], columns: list[IntArray] | None
     ) -> SolveResult:
         problem = self._problem
-        status = min((part.status for part in found), key=_SEVERITY.index)
+        status = min((part.status for part in found), key=SEVERITY.index)
         plan = evaluation = replayed = None
         reason = None
         if columns is not None:

@@ -30,6 +30,18 @@ class SolveStatus(str, Enum):
     SOLVER_ERROR = "the solver failed; the reason is in fallback_reason"
 
 
+#: From the worst that a part can stop with to the best: the whole stops with its worst part's.
+SEVERITY = (
+    SolveStatus.INFEASIBLE,
+    SolveStatus.INTERRUPTED,
+    SolveStatus.SOLVER_ERROR,
+    SolveStatus.TIME_LIMIT,
+    SolveStatus.NO_PLAN_FOUND,
+    SolveStatus.HEURISTIC,
+    SolveStatus.OPTIMAL,
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
     """A report during a solve.

@@ -28,6 +28,7 @@ from qsync_opt.optimize.kind import KindJob, Limits
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.optimize.result import (
     METHODS,
+    SEVERITY,
     DeviceResult,
     SolveParameters,
     SolveResult,
@@ -183,15 +184,8 @@ class _Run:
         done = found <= {SolveStatus.OPTIMAL, SolveStatus.HEURISTIC}
         if any(kind.trouble for kind in self._kinds) and not done:
             return SolveStatus.SOLVER_ERROR
-        for status in (
-            SolveStatus.INFEASIBLE,
-            SolveStatus.INTERRUPTED,
-            SolveStatus.SOLVER_ERROR,
-            SolveStatus.TIME_LIMIT,
-            SolveStatus.NO_PLAN_FOUND,
-            SolveStatus.HEURISTIC,
-        ):
-            if status in found:
+        for status in SEVERITY:
+            if status in found and status is not SolveStatus.OPTIMAL:
                 return status
         if None in found:
             return SolveStatus.INTERRUPTED if self.interrupted else SolveStatus.TIME_LIMIT
