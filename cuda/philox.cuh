@@ -1,5 +1,6 @@
-// Counter-based random bits: Philox4x32-10 (Salmon et al., SC 2011), one block for four elements.
-// Word i % 4 of block i / 4 belongs to element i, as in qsync_opt/kernels/rounding.py: bit-equal.
+// Counter-based random bits: Philox4x32-10 (Salmon et al., SC 2011). A block serves four elements by words, or eight
+// by halves of words: word i % 4 of block i / 4 belongs to element i, or half i % 2 of word i / 2 % 4 of block i / 8,
+// as in qsync_opt/kernels/rounding.py: bit-equal.
 #pragma once
 
 #include <cstdint>

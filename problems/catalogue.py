@@ -15,13 +15,17 @@ from problems.gpus import A10, A100, H200, L4, T4, V100
 from problems.hard import equal_sensitivities, short_of_memory, tight_memory, wide_sensitivities
 from problems.hawq import SOURCE, hawq_resnet18, hawq_resnet50
 from problems.measured import (
+    CPU_MODELS,
     MODELS,
     SHARES,
+    SLOW_LINK_MODELS,
     STRONG,
     MeasuredModel,
     at_uniform,
+    cpu_problem,
     is_there,
     measured_problem,
+    slow_link_problem,
 )
 from problems.roofline import (
     ETHERNET_10,
@@ -250,6 +254,9 @@ def _roofline(file: str, make: Callable[[], AllocationProblem], *, mps: bool = F
     return Instance(file=file, make=make, origin=_ROOFLINE, units=_SECONDS, mps=mps)
 
 
+_MEASURED_UNITS = "seconds, bytes; perturbation in units of the squared gradient of the mean loss"
+
+
 def _measured(model: MeasuredModel, share: int) -> Instance:
     return Instance(
         file=f"{model.name}-{STRONG}-{share}.json.gz",
@@ -258,13 +265,38 @@ def _measured(model: MeasuredModel, share: int) -> Instance:
             f"{model.file}, measured on an NVIDIA H200 at 100 % and {share} % of its"
             " multiprocessors; indicator `variance`; all-reduce over NVLink"
         ),
-        units="seconds, bytes; perturbation in units of the squared gradient of the mean loss",
+        units=_MEASURED_UNITS,
+    )
+
+
+def _slow_link(model: MeasuredModel, share: int) -> Instance:
+    found = _measured(model, share)
+    return replace(
+        found,
+        file=f"{model.name}-{STRONG}-{share}-tcp.json.gz",
+        make=partial(slow_link_problem, model, share),
+        origin=f"{model.file}, measured as above; all-reduce over TCP at 32, 16, 8 and 4 bits",
+    )
+
+
+def _cpu(model: MeasuredModel, memory_bytes: int) -> Instance:
+    return Instance(
+        file=f"{model.name}-cpu.json.gz",
+        make=partial(cpu_problem, model, memory_bytes),
+        origin=(
+            f"{model.file}, measured on two virtual cores of an Intel Xeon with two threads and"
+            f" with one, which has {memory_bytes / 1e6:g} MB; indicator `variance`; all-reduce by"
+            " gloo between two processes"
+        ),
+        units=_MEASURED_UNITS,
     )
 
 
 #: Those for which every file is in `measured/`, the larger share first.
-_MEASURED = tuple(
-    _measured(model, share) for share in SHARES for model in MODELS if is_there(model, share)
+_MEASURED = (
+    *(_measured(model, share) for share in SHARES for model in MODELS if is_there(model, share)),
+    *(_slow_link(model, SHARES[0]) for model in SLOW_LINK_MODELS),
+    *(_cpu(model, memory_bytes) for model, memory_bytes in CPU_MODELS),
 )
 
 _HAWQ_UNITS = "seconds of inference, bytes of weights; perturbation = trace x squared error"

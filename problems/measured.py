@@ -1,9 +1,10 @@
-"""Instances made of what was measured on an H200: all of it, and a limited share of it.
+"""Instances made of what was measured: on an H200 and a limited share of it, and on a CPU.
 
-`measured/` holds for each model the captured graph, the perturbations, and the costs at 100 %,
-25 % and 12 % of the multiprocessors; `python -m tests.benchmarks.h200` measures them on such a
-GPU. Here problems are made of them, without a GPU and the same bytes every time: one worker on
-the whole GPU beside one that has a share of its multiprocessors and of its memory.
+`measured/` holds for each model the captured graph, the perturbations, and the costs of the
+device kinds. `python -m tests.benchmarks.h200` measures a GPU at 100 %, 25 % and 12 % of its
+multiprocessors, `qsync-opt measure` a CPU with two threads and with one. Here problems are made
+of them, without a GPU and the same bytes every time: a strong worker beside a weak one that has
+less memory. On a slow link the bits of the gradient buckets are decisions too.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import numpy as np
 
 from qsync_opt.build import build_problem
 from qsync_opt.costs import AllReduceCosts, Cluster, ClusterKind
+from qsync_opt.costs_network import CodedTimes
 from qsync_opt.files import load_costs, load_graph, load_perturbations
+from qsync_opt.optimize.arrays import FloatArray
 from qsync_opt.optimize.evaluate import DeviceEvaluation, evaluate_device, follower_columns
 from qsync_opt.optimize.problem import AllocationProblem
+from qsync_opt.plan import FULL_BITS
 from qsync_opt.precision import Precision
+from qsync_opt.runtime.communication import all_reduce_bytes
 
 FOLDER = Path(__file__).resolve().parent / "measured"
 
@@ -34,8 +39,26 @@ NETWORK = (
     " taken to cost as much, larger ones in proportion"
 )
 
+#: The same size by NCCL over TCP on the loopback device (peer-to-peer and shared memory off),
+#: taken to be in proportion to the bytes that a rank sends at other sizes and bits.
+TCP_BYTES, TCP_S = 25 * 2**20, 8e-3
+
+#: Seconds a value to make messages of codes, decode them and add them up on an H200: 0.194 and
+#: 0.102 ms for 2^26 values, tests/benchmarks/results/quantized_comm-h200.md, eight bits.
+CODEC_S = 0.296e-3 / 2**26
+
+#: Bits that buckets may be sent at over the slow link, beside 32.
+CODES = (16, 8, 4)
+SLOW_NETWORK = (
+    "all-reduce: NCCL over TCP on the loopback device, 25 MiB of fp32 measured in 8 ms, other"
+    " sizes and bits by the bytes that a rank sends, and the measured time of coding"
+)
+
 #: Over the pace of the fastest feasible plan; see `measured_problem`.
 SLACK = 0.1
+
+#: Names of the device kinds on a CPU: two threads, and one.
+CPU_STRONG, CPU_WEAK = "two-threads", "one-thread"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +85,9 @@ class MeasuredModel:
         """Name of the file of the perturbations."""
         return f"{self.name}.perturbations.json.gz"
 
-    def costs(self, share: int) -> str:
-        """Name of the file of the costs at a percentage of the multiprocessors."""
-        return f"{self.name}.{share}.costs.json.gz"
+    def costs(self, kind: int | str) -> str:
+        """Name of the file of the costs of a kind, or at a percentage of the multiprocessors."""
+        return f"{self.name}.{kind}.costs.json.gz"
 
 
 #: Batches keep the GPU busy in every precision (ResNet-50 waits for the host at 64). Without
@@ -80,6 +103,18 @@ MODELS = (
     ),
     MeasuredModel(name="gpt-125m", file="models/gpt.py", sizes=(("batch_size", 8),)),
 )
+
+
+#: Small models with the memory of the weak worker, bytes: between what they take in fp32 and
+#: at the least, so that it has to mix precisions (on this CPU fp32 is the fastest).
+CPU_MODELS = (
+    (MeasuredModel(name="small-cnn", file="models/small_cnn.py"), 1_700_000),
+    (MeasuredModel(name="small-gpt", file="models/small_gpt.py"), 10_500_000),
+)
+
+
+#: Models whose gradients take longer over the slow link than their steps.
+SLOW_LINK_MODELS = tuple(model for model in MODELS if model.name in ("bert-base", "gpt-125m"))
 
 
 def is_there(model: MeasuredModel, share: int, folder: Path = FOLDER) -> bool:
@@ -102,11 +137,6 @@ def measured_problem(model: MeasuredModel, share: int, folder: Path = FOLDER) ->
         share: percentage of the multiprocessors of the weak worker.
         folder: where the measured files are.
     """
-    weak = f"{STRONG}-{share}"
-    costs = {
-        STRONG: load_costs(folder / model.costs(100)),
-        weak: load_costs(folder / model.costs(share)),
-    }
     reduce = AllReduceCosts(
         ranks=2,
         backend="nccl",
@@ -114,17 +144,88 @@ def measured_problem(model: MeasuredModel, share: int, folder: Path = FOLDER) ->
         time_s=np.array([NVLINK_S]),
         spread=np.zeros(1),
     )
+    problem = _with_a_share(model, share, folder, reduce)
+    return replace(problem, provenance=f"{problem.provenance}; {NETWORK}")
+
+
+def slow_link_problem(model: MeasuredModel, share: int, folder: Path = FOLDER) -> AllocationProblem:
+    """As `measured_problem` over a slow link, with the bits of every bucket to be chosen.
+
+    Args:
+        model: one of `MODELS`.
+        share: percentage of the multiprocessors of the weak worker.
+        folder: where the measured files are.
+    """
+    buckets = load_costs(folder / model.costs(100)).buckets
+    sizes = np.array(sorted({bucket.size_bytes for bucket in buckets}))
+    full = all_reduce_bytes(TCP_BYTES // 4, 2, FULL_BITS)
+
+    def times(bits: int) -> FloatArray:
+        sent = np.array([all_reduce_bytes(int(size) // 4, 2, bits) for size in sizes])
+        coding_s = sizes / 4 * CODEC_S if bits < FULL_BITS else 0.0
+        return np.asarray(TCP_S * sent / full + coding_s)
+
+    none = np.zeros(len(sizes))
+    reduce = AllReduceCosts(
+        ranks=2,
+        backend="nccl",
+        size_bytes=sizes,
+        time_s=times(FULL_BITS),
+        spread=none,
+        codes=tuple(CodedTimes(bits=bits, time_s=times(bits), spread=none) for bits in CODES),
+    )
+    problem = _with_a_share(model, share, folder, reduce)
+    return replace(
+        problem,
+        name=f"{problem.name}-tcp",
+        provenance=f"{problem.provenance}; {SLOW_NETWORK}",
+    )
+
+
+def _with_a_share(
+    model: MeasuredModel, share: int, folder: Path, reduce: AllReduceCosts
+) -> AllocationProblem:
+    weak = f"{STRONG}-{share}"
+    costs = {
+        STRONG: load_costs(folder / model.costs(100)),
+        weak: load_costs(folder / model.costs(share)),
+    }
     memory_bytes = costs[weak].memory.device_bytes * share // 100
     kinds = (ClusterKind(name=STRONG), ClusterKind(name=weak, memory_bytes=memory_bytes))
-    problem = build_problem(
+    return build_problem(
         load_graph(folder / model.graph),
         costs,
         load_perturbations(folder / model.perturbations),
         Cluster(kinds=kinds, all_reduce=reduce),
         name=f"{model.name}-{weak}",
+        bits=[row.bits for row in reduce.codes],
         slack=SLACK,
     )
-    return replace(problem, provenance=f"{problem.provenance}; {NETWORK}")
+
+
+def cpu_problem(
+    model: MeasuredModel, weak_memory_bytes: int, folder: Path = FOLDER
+) -> AllocationProblem:
+    """A worker with two threads of a CPU beside one with one thread and little memory.
+
+    Args:
+        model: one of `CPU_MODELS`.
+        weak_memory_bytes: of the weak worker.
+        folder: where the measured files are.
+    """
+    costs = {kind: load_costs(folder / model.costs(kind)) for kind in (CPU_STRONG, CPU_WEAK)}
+    kinds = (
+        ClusterKind(name=CPU_STRONG),
+        ClusterKind(name=CPU_WEAK, memory_bytes=weak_memory_bytes),
+    )
+    return build_problem(
+        load_graph(folder / model.graph),
+        costs,
+        load_perturbations(folder / model.perturbations),
+        Cluster(kinds=kinds, all_reduce=costs[CPU_STRONG].all_reduce),
+        name=f"{model.name}-cpu",
+        slack=SLACK,
+    )
 
 
 def at_uniform(problem: AllocationProblem, kind: str, precision: Precision) -> DeviceEvaluation:

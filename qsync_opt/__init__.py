@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from qsync_opt.measure.capture import capture as capture
     from qsync_opt.measure.measuring import measure as measure
     from qsync_opt.measure.sensitivity import perturbations as perturbations
+    from qsync_opt.optimize.buckets import Bucket as Bucket
+    from qsync_opt.optimize.buckets import BucketCode as BucketCode
     from qsync_opt.optimize.compare import compare as compare
     from qsync_opt.optimize.compare import pareto as pareto
     from qsync_opt.optimize.evaluate import Evaluation as Evaluation
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
     from qsync_opt.optimize.export import write_mps as write_mps
     from qsync_opt.optimize.generate import generate_problem as generate_problem
     from qsync_opt.optimize.problem import AllocationProblem as AllocationProblem
-    from qsync_opt.optimize.problem import Bucket as Bucket
     from qsync_opt.optimize.problem import CastTensors as CastTensors
     from qsync_opt.optimize.problem import DeviceKind as DeviceKind
     from qsync_opt.optimize.problem import Operator as Operator
@@ -109,6 +110,7 @@ _PUBLIC = {
     "qsync_opt.measure.capture": ("capture",),
     "qsync_opt.measure.measuring": ("measure",),
     "qsync_opt.measure.sensitivity": ("perturbations",),
+    "qsync_opt.optimize.buckets": ("Bucket", "BucketCode"),
     "qsync_opt.optimize.compare": ("compare", "pareto"),
     "qsync_opt.optimize.evaluate": ("Evaluation", "evaluate"),
     "qsync_opt.optimize.explain": ("explain",),
@@ -116,7 +118,6 @@ _PUBLIC = {
     "qsync_opt.optimize.generate": ("generate_problem",),
     "qsync_opt.optimize.problem": (
         "AllocationProblem",
-        "Bucket",
         "CastTensors",
         "DeviceKind",
         "Operator",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from qsync_opt.build_codes import bucket_codes
 from qsync_opt.costs import (
     AllReduceCosts,
     Cluster,
@@ -14,7 +15,7 @@ from qsync_opt.costs import (
 from qsync_opt.device_tables import DeviceTables
 from qsync_opt.errors import CostsError, ParameterError
 from qsync_opt.graph import OperatorGraph
-from qsync_opt.optimize.problem import AllocationProblem, Bucket, Operator
+from qsync_opt.optimize.problem import AllocationProblem, Bucket, BucketCode, Operator
 from qsync_opt.perturbation import PerturbationTable
 from qsync_opt.precision import Precision
 
@@ -29,6 +30,7 @@ def build_problem(
     *,
     name: str | None = None,
     precisions: Iterable[Precision] | None = None,
+    bits: Iterable[int] = (),
     deadline_s: float | None = None,
     slack: float = 0.0,
 ) -> AllocationProblem:
@@ -41,12 +43,16 @@ def build_problem(
         cluster: how many workers of which kinds, and the network.
         name: of the problem; default: the graph's.
         precisions: columns; default: all that some kind has.
+        bits: that each bucket of gradients may be sent at instead of 32: 16, or 8 to 2. Not
+            for a single worker, which sends nothing.
         deadline_s: the iteration time to keep, seconds; None for (1 + slack) x the fastest.
         slack: see `deadline_s`.
 
     Raises:
-        CostsError: costs of another graph, kinds without costs, or without buckets.
-        ParameterError: a table for another graph, or an inconsistent cluster.
+        CostsError: costs of another graph, kinds without costs or without buckets, or
+            averages that were not timed at the bits.
+        ParameterError: a table for another graph, one without ranges of gradients where there
+            are bits, or an inconsistent cluster.
         ProblemError: the result breaks a rule of the format, for example because an operator
             has no precision left on some kind.
     """
@@ -60,6 +66,11 @@ def build_problem(
         made = DeviceTables(graph, costs[kind.name], tables[kind.name], columns, cluster.workers)
         devices.append(made.kind(kind, share))
     reduce = cluster.all_reduce or _slowest(costs, cluster)
+    times = [_all_reduce_s(bucket, reduce, cluster) for bucket in buckets]
+    codes: list[tuple[BucketCode, ...]] = [()] * len(buckets)
+    wanted = tuple(bits)
+    if wanted and reduce is not None and cluster.workers > 1:
+        codes = bucket_codes(buckets, wanted, reduce, tables, cluster)
     bucket_of = _bucket_of_operators(graph, buckets)
     half = costs[cluster.kinds[0].name].half
     return AllocationProblem(
@@ -76,10 +87,8 @@ def build_problem(
             for index, row in enumerate(graph.operators)
         ),
         buckets=tuple(
-            Bucket(
-                all_reduce_s=_all_reduce_s(bucket, reduce, cluster), size_bytes=bucket.size_bytes
-            )
-            for bucket in buckets
+            Bucket(all_reduce_s=time_s, size_bytes=bucket.size_bytes, codes=ways)
+            for bucket, time_s, ways in zip(buckets, times, codes, strict=True)
         ),
         groups=_groups(graph),
         devices=tuple(devices),

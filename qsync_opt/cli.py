@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from qsync_opt import (
     __version__,
+    build_commands,
     calibrate_commands,
     commands,
     cost_commands,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 _MODULES = (
     model_commands,
     cost_commands,
+    build_commands,
     commands,
     problem_commands,
     replay_commands,

@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from qsync_opt.plan import PrecisionPlan
+from qsync_opt.plan import PrecisionPlan, bits_text
 
 if TYPE_CHECKING:
     from qsync_opt.optimize.comparison import Comparison, ComparisonRow, ParetoCurve
@@ -48,7 +48,8 @@ def foreign_code() -> Iterator[None]:
 def to_json(value: object) -> object:
     """Results as plain JSON values: infinities and NaN become null, a status its name."""
     if isinstance(value, PrecisionPlan):
-        return {"problem": value.problem, "devices": to_json(value.devices)}
+        rows = {"problem": value.problem, "devices": to_json(value.devices)}
+        return rows | ({"communication": list(value.communication)} if value.communication else {})
     if is_dataclass(value) and not isinstance(value, type):
         shown = {field.name: getattr(value, field.name) for field in fields(value)}
         return {name: to_json(part) for name, part in shown.items() if not callable(part)}
@@ -67,7 +68,7 @@ def to_json(value: object) -> object:
 
 
 def comparison_to_json(comparison: Comparison) -> dict[str, object]:
-    """A comparison without its plans, which `solve` gives."""
+    """A comparison without its plans, which `solve` gives; their bits are kept."""
     return {
         "problem": comparison.problem,
         "deadline_s": comparison.deadline_s,
@@ -90,7 +91,10 @@ def pareto_to_json(curve: ParetoCurve) -> dict[str, object]:
 
 def _row_to_json(row: ComparisonRow) -> dict[str, object]:
     left_out = ("plan", "evaluation")
-    return {f.name: to_json(getattr(row, f.name)) for f in fields(row) if f.name not in left_out}
+    values = {f.name: to_json(getattr(row, f.name)) for f in fields(row) if f.name not in left_out}
+    if row.plan is not None and row.plan.communication:
+        values["communication"] = to_json(row.plan.communication)
+    return values
 
 
 def write_json(value: object) -> None:
@@ -329,6 +333,11 @@ def render_evaluation(
         f"iteration time {seconds(evaluation.iteration_time_s)} ({pace}),"
         f" perturbation {number(evaluation.perturbation)}",
     ]
+    if plan.communication:
+        lines.append(
+            f"gradients in {bits_text(plan.communication)},"
+            f" which adds {number(evaluation.communication_perturbation)} of it"
+        )
     broken = evaluation.violations
     lines += [f"broken: {one_line(str(violation))}" for violation in broken[:_LARGEST_LIST]]
     if len(broken) > _LARGEST_LIST:
@@ -381,6 +390,10 @@ def render_comparison(comparison: Comparison) -> list[object]:
         ]
         for row in comparison.rows
     ]
+    if any(row.plan is not None and row.plan.communication for row in comparison.rows):
+        columns.append("gradients")
+        for row, cells in zip(comparison.rows, rows, strict=True):
+            cells.append(_NOTHING if row.plan is None else bits_text(row.plan.communication))
     reasons = [f"{row.method}: {one_line(row.reason)}" for row in comparison.rows if row.reason]
     parts: list[object] = [title, table(columns, rows, left=2)]
     return [*parts, "\n".join(reasons)] if reasons else parts

@@ -20,6 +20,7 @@ from qsync_opt.optimize.problem import (
     NOT_GIVEN,
     AllocationProblem,
     Bucket,
+    BucketCode,
     CastTensors,
     DeviceKind,
     Operator,
@@ -29,6 +30,7 @@ from qsync_opt.plan import PrecisionPlan
 from qsync_opt.precision import Precision
 from qsync_opt.schema import (
     BucketPart,
+    CodePart,
     DevicePart,
     OperatorPart,
     PlanDocument,
@@ -61,10 +63,7 @@ def to_problem(document: ProblemDocument) -> AllocationProblem:
             )
             for row in document.operators
         ),
-        buckets=tuple(
-            Bucket(all_reduce_s=row.all_reduce_s, size_bytes=row.size_bytes)
-            for row in document.buckets
-        ),
+        buckets=tuple(map(_to_bucket, document.buckets)),
         groups=tuple(tuple(group) for group in document.groups or ()),
         devices=tuple(
             _to_device(row, f"devices[{index}]", document)
@@ -72,6 +71,17 @@ def to_problem(document: ProblemDocument) -> AllocationProblem:
         ),
         deadline_s=None if document.deadline_s is UNSET else document.deadline_s,
         slack=0.0 if document.slack is UNSET else document.slack,
+    )
+
+
+def _to_bucket(row: BucketPart) -> Bucket:
+    return Bucket(
+        all_reduce_s=row.all_reduce_s,
+        size_bytes=row.size_bytes,
+        codes=tuple(
+            BucketCode(bits=c.bits, all_reduce_s=c.all_reduce_s, perturbation=c.perturbation)
+            for c in row.codes or ()
+        ),
     )
 
 
@@ -198,14 +208,27 @@ def from_problem(problem: AllocationProblem) -> ProblemDocument:
             )
             for operator in problem.operators
         ],
-        buckets=[
-            BucketPart(all_reduce_s=float(row.all_reduce_s), size_bytes=int(row.size_bytes))
-            for row in problem.buckets
-        ],
+        buckets=[_from_bucket(bucket) for bucket in problem.buckets],
         groups=[list(group) for group in problem.groups],
         devices=[_from_device(device) for device in problem.devices],
         deadline_s=None if problem.deadline_s is None else float(problem.deadline_s),
         slack=float(problem.slack),
+    )
+
+
+def _from_bucket(bucket: Bucket) -> BucketPart:
+    codes = [
+        CodePart(
+            bits=int(c.bits),
+            all_reduce_s=float(c.all_reduce_s),
+            perturbation=float(c.perturbation),
+        )
+        for c in bucket.codes
+    ]
+    return BucketPart(
+        all_reduce_s=float(bucket.all_reduce_s),
+        size_bytes=int(bucket.size_bytes),
+        codes=codes or UNSET,
     )
 
 
@@ -275,9 +298,13 @@ def to_plan(document: PlanDocument) -> PrecisionPlan:
     """The plan in a file.
 
     Raises:
-        PlanError: a precision that is not one.
+        PlanError: a precision that is not one, or bits that no bucket can have.
     """
-    return PrecisionPlan(problem=document.problem, devices=cast(Any, document.devices))
+    return PrecisionPlan(
+        problem=document.problem,
+        devices=cast(Any, document.devices),
+        communication=tuple(document.communication or ()),
+    )
 
 
 def from_plan(plan: PrecisionPlan) -> PlanDocument:
@@ -291,4 +318,5 @@ def from_plan(plan: PrecisionPlan) -> PlanDocument:
         version=PlanDocument.VERSION,
         problem=plan.problem,
         devices=devices,
+        communication=list(plan.communication) or UNSET,
     )

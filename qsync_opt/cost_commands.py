@@ -1,6 +1,6 @@
-"""The commands of `qsync-opt` that make and use measured costs: `measure` and `build`.
+"""The command of `qsync-opt` that makes measured costs: `measure`.
 
-Like those in `commands` they take the parsed options, show their result and return a code.
+Like those in `commands` it takes the parsed options, shows its result and returns a code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
-    from qsync_opt.costs import AllReduceCosts, ClusterKind, DeviceCosts
+    from qsync_opt.costs import DeviceCosts
     from qsync_opt.graph import OperatorGraph
     from qsync_opt.measure.measuring import TrainedModel
     from qsync_opt.measure.notebook import Notebook
@@ -32,12 +32,8 @@ PARTIAL = ".partial"
 
 
 def add_commands(command: options.AddCommand) -> None:
-    """Add `measure` and `build` to the command line."""
-    _measure_options(command("measure", run_measure, "measure what a graph costs on this device"))
-    _build_options(command("build", run_build, "make a problem of measured costs and a cluster"))
-
-
-def _measure_options(sub: argparse.ArgumentParser) -> None:
+    """Add `measure` to the command line."""
+    sub = command("measure", run_measure, "measure what a graph costs on this device")
     sub.add_argument("graph", metavar="GRAPH", help="graph file")
     sub.add_argument("--output", "-o", metavar="COSTS", required=True, help="costs file to write")
     model = sub.add_mutually_exclusive_group()
@@ -59,23 +55,13 @@ def _measure_options(sub: argparse.ArgumentParser) -> None:
         help="time all-reduces between N processes on this machine; under torchrun its group is"
         " used instead, and a rank writes its file unless a lower one writes the same",
     )
-
-
-def _build_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("graph", metavar="GRAPH", help="graph file")
     sub.add_argument(
-        "--kind",
-        action="append",
-        required=True,
-        metavar="NAME=COSTS[,workers=N][,share=X][,memory_gb=X]",
-        help="a device kind and its costs file; repeat for every kind",
+        "--codes",
+        type=options.whole_numbers,
+        default=(),
+        metavar="16,8,...",
+        help="bits at which averages of gradients are timed between ranks too: 16, or 8 to 2",
     )
-    sub.add_argument("--perturbation", metavar="TABLE", required=True, help="file of `perturb`")
-    sub.add_argument(
-        "--all-reduce", metavar="COSTS", help="costs file whose all-reduce times hold for the job"
-    )
-    sub.add_argument("--output", "-o", metavar="PROBLEM", required=True, help="file to write")
-    options.pace_options(sub)
 
 
 def run_measure(arguments: argparse.Namespace) -> int:
@@ -106,6 +92,9 @@ def run_measure(arguments: argparse.Namespace) -> int:
         target = arguments.output
         if not is_writer:
             target = f"{arguments.output}.{distributed.get_rank()}"
+        if arguments.codes and arguments.ranks == 1 and not distributed.is_initialized():
+            rule = "must be given with --ranks of 2 or more, or under torchrun"
+            raise ParameterError("codes", rule, list(arguments.codes))
         trained = None if arguments.no_model else _trained(arguments.model, graph, device)
 
         def report(progress: MeasureProgress) -> None:
@@ -118,12 +107,13 @@ def run_measure(arguments: argparse.Namespace) -> int:
             device=device,
             precisions=precisions,
             optimizer=arguments.optimizer,
+            codes=arguments.codes,
             notebook=notebook_beside(graph, device, precisions, arguments.optimizer, target),
             progress=report,
         )
         if arguments.ranks > 1 and costs.all_reduce is None:
             sizes = sizes_to_measure(costs.buckets)
-            reduce = measure_local_all_reduce(sizes, arguments.ranks, device.type)
+            reduce = measure_local_all_reduce(sizes, arguments.ranks, device.type, arguments.codes)
             costs = replace(costs, all_reduce=reduce)
     if is_writer:
         save_costs(costs, target)
@@ -133,56 +123,6 @@ def run_measure(arguments: argparse.Namespace) -> int:
         console.write_json({"costs": target, **_summary(costs)})
     else:
         console.write(*_lines(costs), f"wrote {target}")
-    return EXIT_PLAN
-
-
-def run_build(arguments: argparse.Namespace) -> int:
-    """Make a problem of a graph, costs of several kinds, and a table of perturbations."""
-    from qsync_opt import console
-    from qsync_opt.build import build_problem, version_warnings
-    from qsync_opt.costs import Cluster
-    from qsync_opt.files import load_costs, load_graph, load_perturbations, save_problem
-
-    check_targets(arguments.output)
-    graph = load_graph(arguments.graph)
-    kinds, files = zip(*(_kind(text) for text in arguments.kind), strict=True)
-    costs = {kind.name: load_costs(path) for kind, path in zip(kinds, files, strict=True)}
-    problem = build_problem(
-        graph,
-        costs,
-        load_perturbations(arguments.perturbation),
-        Cluster(kinds=kinds, all_reduce=_all_reduce(arguments.all_reduce)),
-        deadline_s=arguments.deadline,
-        slack=arguments.slack or 0.0,
-    )
-    save_problem(problem, arguments.output)
-    warnings = version_warnings(costs)
-    shown = {
-        "problem": arguments.output,
-        "sha256": problem.sha256,
-        "operators": len(problem.operators),
-        "precisions": list(problem.precisions),
-        "buckets": len(problem.buckets),
-        "devices": {
-            device.name: {
-                "workers": device.workers,
-                "memory_bytes": device.memory_bytes,
-                "fixed_bytes": device.fixed_bytes,
-            }
-            for device in problem.devices
-        },
-        "warnings": list(warnings),
-    }
-    if arguments.json:
-        console.write_json(shown)
-    else:
-        console.write(
-            f"{problem.name}: {len(problem.operators)} operators at"
-            f" {', '.join(problem.precisions)}, {len(problem.buckets)} buckets,"
-            f" {len(problem.devices)} kinds",
-            *(f"warning: {text}" for text in warnings),
-            f"wrote {arguments.output}",
-        )
     return EXIT_PLAN
 
 
@@ -279,25 +219,6 @@ def _is_first_to_write(path: str, device: Any) -> bool:
     found = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
     distributed.all_gather(found, mine)
     return not any(torch.equal(mine, other) for other in found[: distributed.get_rank()])
-
-
-def _kind(text: str) -> tuple[ClusterKind, str]:
-    """`NAME=COSTS,setting=value,...` as a kind and its file."""
-    from qsync_opt.build import cluster_kind
-
-    head, *settings = text.split(",")
-    name, separator, path = head.partition("=")
-    pairs = [setting.partition("=") for setting in settings]
-    if not (separator and name and path) or not all(middle for _, middle, _ in pairs):
-        rule = "must be NAME=COSTS, with ,workers=N ,share=X or ,memory_gb=X after it"
-        raise ParameterError("kind", rule, text)
-    return cluster_kind(name, **{key: value for key, _, value in pairs}), path
-
-
-def _all_reduce(path: str | None) -> AllReduceCosts | None:
-    from qsync_opt.files import load_costs
-
-    return None if path is None else load_costs(path).all_reduce
 
 
 def _summary(costs: DeviceCosts) -> dict[str, Any]:

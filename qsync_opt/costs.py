@@ -26,12 +26,13 @@ from typing import Any
 import numpy as np
 
 from qsync_opt.calibration import HeldOutRun, largest_error
-from qsync_opt.errors import CostsError
-from qsync_opt.optimize.arrays import FloatArray, IntArray, freeze
+from qsync_opt.costs_checks import AS_DTYPE as AS_DTYPE
+from qsync_opt.costs_checks import interpolate as interpolate
+from qsync_opt.costs_checks import own_arrays, require
+from qsync_opt.costs_network import AllReduceCosts as AllReduceCosts
+from qsync_opt.costs_network import GradientBucket as GradientBucket
+from qsync_opt.optimize.arrays import FloatArray, IntArray
 from qsync_opt.precision import HANDED_ON, Precision
-
-#: In `OperatorCosts.input_bytes`: the copy has the size that its storage dtype says.
-AS_DTYPE = -1
 
 #: Relative spread above which a device was busy with something else.
 LARGEST_SPREAD = 0.2
@@ -72,14 +73,14 @@ class OperatorCosts:
     backward_transient_bytes: IntArray
 
     def __post_init__(self) -> None:
-        _own_arrays(self, "operators")
+        own_arrays(self, "operators")
         shape = self.forward_s.shape
         for name in self.__dataclass_fields__:
             table = getattr(self, name)
             expected = (*shape, len(HANDED_ON)) if name == "input_cast_s" else shape
             rule = f"must have shape {list(expected)}"
-            _require(table.shape == expected, f"operators.{name}", rule, list(table.shape))
-        _require(
+            require(table.shape == expected, f"operators.{name}", rule, list(table.shape))
+        require(
             bool((np.isnan(self.forward_s) == np.isnan(self.backward_s)).all()),
             "operators.backward_s",
             "must be missing exactly where forward_s is",
@@ -110,7 +111,7 @@ class ElementCosts:
     copy_s: FloatArray
 
     def __post_init__(self) -> None:
-        _own_arrays(self, "casts")
+        own_arrays(self, "casts")
         count, dtypes = len(self.elements), len(HANDED_ON)
         for name, shape in (
             ("elements", (count,)),
@@ -119,9 +120,9 @@ class ElementCosts:
             ("copy_s", (count,)),
         ):
             found = getattr(self, name).shape
-            _require(found == shape, f"casts.{name}", f"must have shape {list(shape)}", found)
+            require(found == shape, f"casts.{name}", f"must have shape {list(shape)}", found)
         rises = bool((np.diff(self.elements) > 0).all())
-        _require(count > 0 and rises, "casts.elements", "must ascend", self.elements.tolist()[:9])
+        require(count > 0 and rises, "casts.elements", "must ascend", self.elements.tolist()[:9])
 
     def cast(self, elements: int, source: Precision, target: Precision) -> float:
         """Seconds for a cast of so many elements; NaN where the device lacks a dtype."""
@@ -138,51 +139,6 @@ class ElementCosts:
 
     def _at(self, elements: int, times: FloatArray) -> float:
         return interpolate(self.elements, times, elements)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class AllReduceCosts:
-    """Times of all-reduces of fp32 on a process group, without waiting for late ranks.
-
-    Attributes:
-        ranks: of the group.
-        backend: `gloo`, `nccl`, ...
-        size_bytes: the sizes, ascending, [A].
-        time_s: median over rounds of the slowest rank's time after an aligned start, [A].
-        spread: distance of the quartiles over the median, [A].
-    """
-
-    ranks: int
-    backend: str
-    size_bytes: IntArray
-    time_s: FloatArray
-    spread: FloatArray
-
-    def __post_init__(self) -> None:
-        _own_arrays(self, "all_reduce")
-        rises = bool((np.diff(self.size_bytes) > 0).all()) and len(self.size_bytes) > 0
-        _require(rises, "all_reduce.bytes", "must ascend", self.size_bytes.tolist()[:9])
-        for name in ("time_s", "spread"):
-            shape = getattr(self, name).shape
-            rule = f"must have one entry per size ({len(self.size_bytes)})"
-            _require(shape == self.size_bytes.shape, f"all_reduce.{name}", rule, shape)
-
-    def time(self, size_bytes: int) -> float:
-        """Seconds for a size: linear between the measured ones, proportional beyond them."""
-        return interpolate(self.size_bytes, self.time_s, size_bytes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradientBucket:
-    """A bucket of DDP after its rebuild, in launch order.
-
-    Attributes:
-        size_bytes: of its gradients.
-        parameters: the names of its parameters.
-    """
-
-    size_bytes: int
-    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -332,8 +288,8 @@ class DeviceCosts:
         columns = self.operators.forward_s.shape[1]
         rule = f"must be one per column of the tables ({columns})"
         names = [str(precision) for precision in self.precisions]
-        _require(len(set(names)) == len(names) == columns, "precisions", rule, names)
-        _require(Precision.FP32 in self.precisions, "precisions", "must have fp32", names)
+        require(len(set(names)) == len(names) == columns, "precisions", rule, names)
+        require(Precision.FP32 in self.precisions, "precisions", "must have fp32", names)
 
     @cached_property
     def step_of(self) -> Mapping[Precision, StepCosts]:
@@ -387,33 +343,3 @@ class Cluster:
     def workers(self) -> int:
         """All of them."""
         return sum(kind.workers for kind in self.kinds)
-
-
-def interpolate(sizes: IntArray, times: FloatArray, size: int) -> float:
-    """A time for a size: linear between measured ones, proportional above, constant below."""
-    if size >= sizes[-1]:
-        return float(times[-1] * (size / sizes[-1] if sizes[-1] else 1.0))
-    return float(np.interp(size, sizes, times))
-
-
-def _own_arrays(costs: Any, where: str) -> None:
-    """Make every array of a dataclass read-only and of its declared dtype."""
-    for name, row in costs.__dataclass_fields__.items():
-        if row.type not in ("FloatArray", "IntArray"):
-            continue
-        dtype = np.float64 if row.type == "FloatArray" else np.int64
-        try:
-            array = np.array(getattr(costs, name), dtype=dtype)
-        except (TypeError, ValueError):
-            value = getattr(costs, name)
-            raise CostsError(f"{where}.{name}", "must be a table of numbers", value) from None
-        least = AS_DTYPE if name == "input_bytes" else 0
-        odd = array[array < least]
-        _require(not odd.size, f"{where}.{name}", "must be >= 0", odd[:1].tolist())
-        _require(not np.isinf(array).any(), f"{where}.{name}", "must be finite", "inf")
-        object.__setattr__(costs, name, freeze(array))
-
-
-def _require(holds: bool, field_name: str, rule: str, value: object) -> None:
-    if not holds:
-        raise CostsError(field_name, rule, value, "Measure again with this release")

@@ -20,8 +20,10 @@ from qsync_opt.costs import (
     StepCosts,
     Unavailable,
 )
+from qsync_opt.costs_network import CodedTimes
 from qsync_opt.costs_schema import (
     AllReducePart,
+    CodedTimesPart,
     CostsDocument,
     CostsProvenancePart,
     ElementTablesPart,
@@ -65,7 +67,7 @@ def to_costs(document: CostsDocument) -> DeviceCosts:
         ),
         all_reduce=None
         if document.all_reduce is UNSET
-        else _plain(AllReduceCosts, document.all_reduce),
+        else _plain(AllReduceCosts, document.all_reduce, codes=_codes(document.all_reduce)),
         steps=tuple(
             _plain(StepCosts, row, precision=_precision(row.precision, f"steps[{i}].precision"))
             for i, row in enumerate(document.steps)
@@ -106,11 +108,23 @@ def from_costs(costs: DeviceCosts) -> CostsDocument:
         ],
         all_reduce=UNSET
         if costs.all_reduce is None
-        else _part(AllReducePart, costs.all_reduce, **_lists(costs.all_reduce)),
+        else _part(
+            AllReducePart,
+            costs.all_reduce,
+            **_lists(costs.all_reduce),
+            codes=[_part(CodedTimesPart, row, **_lists(row)) for row in costs.all_reduce.codes]
+            or UNSET,
+        ),
         held_out=[_part(HeldOutRunPart, row) for row in costs.held_out] or UNSET,
         operators=OperatorTablesPart(**_lists(costs.operators)),
         casts=ElementTablesPart(**_lists(costs.casts)),
     )
+
+
+def _codes(part: AllReducePart) -> tuple[CodedTimes, ...]:
+    if part.codes is UNSET:
+        return ()
+    return tuple(_plain(CodedTimes, row) for row in part.codes)
 
 
 def _precision(name: str, field: str) -> Precision:

@@ -42,18 +42,27 @@ class ElementTablesPart(Part, kw_only=True):
     copy_s: list[float | None]
 
 
+class CodedTimesPart(Part, kw_only=True):
+    """Times at other bits; see `costs_network.CodedTimes`."""
+
+    bits: Whole
+    time_s: list[float]
+    spread: list[float]
+
+
 class AllReducePart(Part, kw_only=True):
-    """Times by size; see `costs.AllReduceCosts`."""
+    """Times by size; see `costs_network.AllReduceCosts`."""
 
     ranks: Whole
     backend: str
     size_bytes: list[Whole] = msgspec.field(name="bytes")
     time_s: list[float]
     spread: list[float]
+    codes: list[CodedTimesPart] | UnsetType = UNSET
 
 
 class GradientBucketPart(Part, kw_only=True):
-    """A bucket of DDP; see `costs.GradientBucket`."""
+    """A bucket of DDP; see `costs_network.GradientBucket`."""
 
     size_bytes: Whole = msgspec.field(name="bytes")
     parameters: list[str]

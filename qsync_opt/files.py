@@ -67,7 +67,7 @@ def load_plan(path: str | os.PathLike[str]) -> PrecisionPlan:
 
     Raises:
         FormatError: the file is not of the format.
-        PlanError: a precision that is not one.
+        PlanError: a precision that is not one, or bits that no bucket can have.
     """
     return to_plan(load_document(path, PlanDocument))
 

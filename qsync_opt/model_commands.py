@@ -71,6 +71,12 @@ def add_commands(command: options.AddCommand) -> None:
     )
     sub.add_argument("--draws", type=int, metavar="N", help="random draws a batch")
     sub.add_argument(
+        "--gradients",
+        action="store_true",
+        help="gather what sending gradients at fewer bits loses, for build --bits; as many"
+        " --batches as the job has workers tell it best",
+    )
+    sub.add_argument(
         "--rounding",
         choices=("nearest", "stochastic"),
         default="nearest",
@@ -162,6 +168,7 @@ def run_perturb(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             source=arguments.model,
             sizes=sizes,
+            gradients=arguments.gradients,
             report=report,
         )
     save_perturbations(table, arguments.output)

@@ -39,7 +39,10 @@ OPTION_OF = {
             "accumulation",
             "autocast",
             "batches",
+            "bits",
             "buckets",
+            "codes",
+            "communication",
             "costs",
             "device",
             "devices",
@@ -89,6 +92,15 @@ def number(text: str) -> float:
 def numbers(text: str) -> tuple[float, ...]:
     """Numbers between commas."""
     return tuple(number(part) for part in text.split(","))
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers between commas."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        rule = f"must be whole numbers, separated by commas, got {text!r}"
+        raise argparse.ArgumentTypeError(rule) from None
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.errors import ParameterError
+from qsync_opt.gradient_noise import GradientRanges
 from qsync_opt.optimize.arrays import FloatArray, freeze
 from qsync_opt.precision import Precision
 
@@ -66,6 +67,8 @@ class PerturbationTable:
             operators and fp32 have 0.
         method: the indicator.
         provenance: how the table came about.
+        gradients: what sending gradients at fewer bits would lose; None where it was not asked
+            for.
 
     Raises:
         ParameterError: a shape, a name or a value that breaks a rule.
@@ -77,6 +80,7 @@ class PerturbationTable:
     values: FloatArray
     method: str
     provenance: PerturbationProvenance
+    gradients: GradientRanges | None = None
 
     def __post_init__(self) -> None:
         if len(self.graph) != _SHA256_DIGITS or not set(self.graph) <= set("0123456789abcdef"):
@@ -111,9 +115,9 @@ class PerturbationTable:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PerturbationTable):
             return NotImplemented
-        mine = (self.graph, self.operators, self.precisions, self.method, self.provenance)
-        theirs = (other.graph, other.operators, other.precisions, other.method, other.provenance)
-        return mine == theirs and np.array_equal(self.values, other.values)
+        names = [name for name in self.__dataclass_fields__ if name != "values"]
+        same = all(getattr(self, name) == getattr(other, name) for name in names)
+        return same and np.array_equal(self.values, other.values)
 
     def __hash__(self) -> int:
         return hash((self.graph, self.method, self.values.tobytes()))

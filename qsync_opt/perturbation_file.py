@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+from msgspec import UNSET, UnsetType
+
 from qsync_opt.errors import FormatError
+from qsync_opt.gradient_noise import GradientRanges
 from qsync_opt.perturbation import PerturbationProvenance, PerturbationTable
 from qsync_opt.precision import Precision
 from qsync_opt.strict_json import Document, Part, Whole
@@ -29,6 +32,16 @@ class PerturbationProvenancePart(Part, kw_only=True):
     date: str
 
 
+class GradientRangesPart(Part, kw_only=True):
+    """What gradients would lose; see `gradient_noise.GradientRanges`."""
+
+    parameters: list[str]
+    own_ranges: list[float]
+    mean_ranges: list[float]
+    own_casts: list[float]
+    mean_casts: list[float]
+
+
 class PerturbationDocument(Document, kw_only=True):
     """A whole `qsync-opt/perturbation` file."""
 
@@ -40,6 +53,7 @@ class PerturbationDocument(Document, kw_only=True):
     precisions: list[str]
     operators: list[str]
     values: list[list[float | None]]
+    gradients: GradientRangesPart | UnsetType = UNSET  # only where it was asked for
 
 
 def to_perturbations(document: PerturbationDocument) -> PerturbationTable:
@@ -83,6 +97,7 @@ def to_perturbations(document: PerturbationDocument) -> PerturbationTable:
             versions=part.versions,
             date=part.date,
         ),
+        gradients=_to_ranges(document.gradients),
     )
 
 
@@ -112,4 +127,20 @@ def from_perturbations(table: PerturbationTable) -> PerturbationDocument:
             [entry if math.isfinite(entry) else None for entry in row]
             for row in table.values.tolist()
         ],
+        gradients=_from_ranges(table.gradients),
     )
+
+
+def _to_ranges(part: GradientRangesPart | UnsetType) -> GradientRanges | None:
+    if part is UNSET:
+        return None
+    rows = {name: getattr(part, name) for name in part.__struct_fields__}
+    return GradientRanges(**{**rows, "parameters": tuple(part.parameters)})
+
+
+def _from_ranges(ranges: GradientRanges | None) -> GradientRangesPart | UnsetType:
+    if ranges is None:
+        return UNSET
+    names = [name for name in GradientRangesPart.__struct_fields__ if name != "parameters"]
+    rows = {name: getattr(ranges, name).tolist() for name in names}
+    return GradientRangesPart(parameters=list(ranges.parameters), **rows)

@@ -51,6 +51,13 @@ def add_commands(command: options.AddCommand) -> None:
         metavar="X",
         help="0: budgets leave no room, 1: they never bind; default: %(default)s",
     )
+    sub.add_argument(
+        "--communication",
+        type=options.whole_numbers,
+        default=(),
+        metavar="BITS",
+        help="fewer bits that gradients can be sent in, between commas; default: 32 only",
+    )
     sub.add_argument("--graph", default="branching", help="branching (default) or chain")
     sub.add_argument(
         "--costs", default="independent", help="independent (default), correlated or inverse"
@@ -107,6 +114,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         graph=arguments.graph,
         costs=arguments.costs,
         buckets=arguments.buckets,
+        communication=arguments.communication,
     )
     save_problem(problem, arguments.output)
     if arguments.json:

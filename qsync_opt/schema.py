@@ -23,11 +23,20 @@ class OperatorPart(Part, kw_only=True):
     follows: list[Whole] | UnsetType = UNSET
 
 
+class CodePart(Part, kw_only=True):
+    """Another way to send a bucket; see `optimize.problem.BucketCode`."""
+
+    bits: Whole
+    all_reduce_s: float
+    perturbation: float
+
+
 class BucketPart(Part, kw_only=True):
     """A gradient bucket; see `optimize.problem.Bucket`."""
 
     all_reduce_s: float
     size_bytes: Whole = msgspec.field(name="bytes")
+    codes: list[CodePart] | UnsetType = UNSET
 
 
 class TensorPart(Part, kw_only=True):
@@ -86,7 +95,9 @@ class ProblemDocument(Document, kw_only=True):
         """How many strings the text has, keys included."""
         labels = (self.precisions, self.storage, self.output, *(self.groups or ()))
         count = _present(self) + len((self.format, self.name, self.provenance))
-        count += sum(map(len, labels)) + 2 * len(self.buckets)
+        count += sum(map(len, labels))
+        for bucket in self.buckets:
+            count += _present(bucket) + len(CodePart.__struct_fields__) * len(bucket.codes or ())
         for operator in self.operators:
             count += _present(operator) + len((operator.name, operator.kind))
         for device in self.devices:
@@ -104,6 +115,7 @@ class PlanDocument(Document, kw_only=True):
 
     problem: str
     devices: dict[str, dict[str, str]]
+    communication: list[Whole] | UnsetType = UNSET
 
     def strings(self) -> int:
         """How many strings the text has, keys included."""

@@ -95,7 +95,8 @@ def add_commands(command: options.AddCommand) -> None:
         "--communication",
         metavar="WORD",
         help="what ranks send: gradients in fp32 (default), bf16, fp16, or bits such as g8, g4,"
-        " g4e; w8g8 shards the weights and sends them in 8 bits too",
+        " g4e; w8g8 shards the weights and sends them in 8 bits too; not for a plan that has bits"
+        " for buckets",
     )
     sub.add_argument(
         "--trace", metavar="FILE", help="write some steps as a Chrome trace (.json or .json.gz)"
@@ -278,6 +279,7 @@ def _summary(result: TrainResult, folder: str | None) -> dict[str, object]:
         "loss": result.metrics[-1].loss if result.metrics else None,
         "median_step_s": steady[len(steady) // 2] if steady else None,
         "skipped": sum(row.skipped for row in result.metrics),
+        "sent_bytes": result.metrics[-1].sent_bytes if result.metrics else None,
         "samples": list(result.samples),
         "refinements": [
             {"step": row.step, "told": row.refinement} for row in result.metrics if row.refinement

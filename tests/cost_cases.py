@@ -17,6 +17,8 @@ from qsync_opt.costs import (
     StepCosts,
     Unavailable,
 )
+from qsync_opt.costs_network import CodedTimes
+from qsync_opt.gradient_noise import GradientRanges
 from qsync_opt.graph import OperatorGraph, Role
 from qsync_opt.perturbation import PerturbationProvenance, PerturbationTable
 from qsync_opt.precision import HANDED_ON, Precision
@@ -118,6 +120,14 @@ def made_up_costs(
             size_bytes=np.array([100, 300]),
             time_s=np.array([1e-4, 2e-4]),
             spread=np.array([0.0, 0.1]),
+            codes=tuple(
+                CodedTimes(
+                    bits=bits,
+                    time_s=np.array([1e-4, 2e-4]) * (bits + 4) / 32,
+                    spread=np.array([0.0, 0.2]),
+                )
+                for bits in (16, 8, 4)
+            ),
         ),
         steps=tuple(rows) if steps else (),
         unavailable=(Unavailable(signature=None, precision=Precision.FP8, reason="no such unit"),),
@@ -136,12 +146,20 @@ def made_up_costs(
 
 
 def made_up_table(graph: OperatorGraph, seed: int = 0) -> PerturbationTable:
-    """Random perturbations of the adjustable operators below fp32."""
+    """Random perturbations of the adjustable operators below fp32, and of gradients at bits."""
     values = np.random.default_rng(seed).uniform(1.0, 2.0, (len(graph.operators), len(PRECISIONS)))
     values[:, 0] = 0.0
     for index, row in enumerate(graph.operators):
         if row.role is not Role.ADJUSTABLE:
             values[index] = 0.0
+    draws = np.random.default_rng(seed + 1).uniform(1.0, 2.0, (4, len(graph.gradient_order)))
+    ranges = GradientRanges(
+        parameters=tuple(graph.parameters[index].name for index in graph.gradient_order),
+        own_ranges=draws[0],
+        mean_ranges=draws[1],
+        own_casts=draws[2],
+        mean_casts=draws[3],
+    )
     return PerturbationTable(
         graph=graph.sha256,
         operators=tuple(row.name for row in graph.operators),
@@ -160,4 +178,5 @@ def made_up_table(graph: OperatorGraph, seed: int = 0) -> PerturbationTable:
             versions={},
             date="",
         ),
+        gradients=ranges,
     )

@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,9 @@ LEAST_CAPABILITY = (7, 5)
 #: Names the folder of built libraries; else the user's cache folder is taken.
 CACHE_VARIABLE = "QSYNC_OPT_CACHE"
 
+#: Where a wheel puts the sources: `data-files` of pyproject.toml.
+_INSTALLED = "share/qsync_opt/cuda"
+
 _LIBRARY = "libqsync_kernels.so"
 _log = logging.getLogger(__name__)
 
@@ -46,14 +50,18 @@ def architecture_of(capability: tuple[int, int]) -> str:
 def sources_folder() -> Path:
     """Where the CUDA sources are.
 
+    In a checkout they are beside the package, in an installation where it keeps its data.
+
     Raises:
-        KernelError: they are not beside the package.
+        KernelError: they are in neither place.
     """
-    folder = Path(__file__).resolve().parents[2] / "cuda"
-    if not any(folder.glob("*.cu")):
-        remedy = "Install from a checkout (pip install -e .) to have the CUDA kernels."
-        raise KernelError("library", "the CUDA sources are not installed", remedy)
-    return folder
+    above, data = Path(__file__).resolve().parents[2], Path(sysconfig.get_path("data"))
+    places = [above / "cuda", data / _INSTALLED, above / _INSTALLED]
+    for folder in places:
+        if any(folder.glob("*.cu")):
+            return folder
+    remedy = "Install the package again, or from a checkout (pip install -e .)."
+    raise KernelError("library", "the CUDA sources are not installed", remedy)
 
 
 def sources(architecture: str) -> list[Path]:

@@ -112,23 +112,41 @@ def check_scaled(q: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
         _refuse("dtype", "must be float32, bfloat16 or float16", dtype)
 
 
-def check_packed(packed: Tensor, meta: Tensor, bits: int, bucket_size: int, n: int) -> None:
-    """Refuse bucket codes that are fewer than `n` values need.
+def check_messages(messages: Tensor, size_bytes: int, table: Tensor | None) -> None:
+    """Refuse messages of bucket codes that are too short, or not where their levels are.
 
     Raises:
         ParameterError: names the argument and the rule.
     """
-    if n < 0:
-        _refuse("n", "must not be negative", n)
-    if packed.dtype is not torch.uint8:
-        _refuse("packed", "must be uint8", packed.dtype)
-    needed, buckets = -(-n * bits // 8), -(-n // bucket_size)
-    if packed.dim() != 1 or packed.numel() < needed:
-        _refuse("packed", f"must hold {needed} bytes", tuple(packed.shape))
-    fits = meta.dim() == 2 and meta.shape[0] >= buckets and meta.shape[1] == 2
-    if not fits or meta.dtype is not torch.float32 or meta.device != packed.device:
-        rule = f"must be float32 [{buckets}, 2] on {packed.device}"
-        _refuse("meta", rule, (tuple(meta.shape), meta.dtype, meta.device))
+    if messages.dtype is not torch.uint8 or messages.dim() != 2:
+        _refuse("messages", "must be rows of uint8", (tuple(messages.shape), messages.dtype))
+    if messages.shape[0] == 0 or messages.shape[1] < size_bytes:
+        rule = f"must be at least one row of {size_bytes} bytes or more"
+        _refuse("messages", rule, tuple(messages.shape))
+    if table is not None and table.device != messages.device:
+        _refuse("table", f"must be on {messages.device}", table.device)
+
+
+def check_room(
+    x: Tensor, parts: int, room: int, table: Tensor | None, beside: Tensor | None
+) -> None:
+    """Refuse a vector that its messages have no room for, or what is to follow them.
+
+    Raises:
+        ParameterError: names the argument and the rule.
+    """
+    if parts < 1:
+        _refuse("parts", "must be at least 1", parts)
+    if x.numel() > room:
+        _refuse("x", f"must have at most {room} values", x.numel())
+    if table is not None and table.device != x.device:
+        _refuse("table", f"must be on {x.device}", table.device)
+    if beside is None:
+        return
+    fits = beside.dtype is torch.uint8 and beside.dim() == 2 and beside.device == x.device
+    if not fits or beside.shape[0] != parts:
+        rule = f"must be uint8 [{parts}, any] on {x.device}"
+        _refuse("beside", rule, (tuple(beside.shape), beside.dtype, beside.device))
 
 
 def _check_scale(

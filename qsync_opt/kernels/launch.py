@@ -16,14 +16,14 @@ from qsync_opt.kernels.native import ELEMENTS, Native
 from qsync_opt.kernels.rounding import RandomKey, Rounding, philox_key
 
 _GRANULARITIES = {name: place for place, name in enumerate(reference.GRANULARITIES)}
-_SCHEMES = {name: place for place, name in enumerate(reference.SCHEMES)}
 _MASK_64 = 0xFFFFFFFFFFFFFFFF
 
 #: Bytes that a row of an operand must be a multiple of for the copy engine.
 ROW_BYTES = 16
 
 
-def _random_words(key: RandomKey, rounding: Rounding = Rounding.STOCHASTIC) -> tuple[int, int]:
+def random_words(key: RandomKey, rounding: Rounding = Rounding.STOCHASTIC) -> tuple[int, int]:
+    """The words of a key as launchers take them: of Philox, and of the tensor."""
     if rounding is Rounding.NEAREST:
         return 0, 0
     low, high = philox_key(key)
@@ -62,7 +62,7 @@ def quantize(
         columns if rows == 1 else x.stride(0),
         _GRANULARITIES[granularity],
         rounding,
-        *_random_words(key, rounding),
+        *random_words(key, rounding),
     )
     return q, scale
 
@@ -90,7 +90,7 @@ def quantize_transposed(
         rows,
         columns,
         rounding,
-        *_random_words(key, rounding),
+        *random_words(key, rounding),
     )
     return q, transposed, scale
 
@@ -246,58 +246,5 @@ def int8_convolution(
         weight.shape[0],
         numbers,
         columns,
-    )
-    return out
-
-
-def bucket_encode(
-    native: Native, x: Tensor, bits: int, bucket_size: int, scheme: str, key: RandomKey
-) -> tuple[Tensor, Tensor]:
-    """Bucket codes of a vector that is not empty."""
-    x = x.reshape(-1).contiguous()
-    count = x.numel()
-    packed = torch.empty(-(-count * bits // 8), dtype=torch.uint8, device=x.device)
-    meta = torch.empty((-(-count // bucket_size), 2), dtype=torch.float32, device=x.device)
-    native.launch(
-        "bucket_encode",
-        x.device,
-        x,
-        ELEMENTS[x.dtype],
-        count,
-        bits,
-        bucket_size,
-        _SCHEMES[scheme],
-        *_random_words(key),
-        packed,
-        meta,
-    )
-    return packed, meta
-
-
-def bucket_decode(
-    native: Native,
-    packed: Tensor,
-    meta: Tensor,
-    bits: int,
-    bucket_size: int,
-    n: int,
-    scheme: str,
-    key: RandomKey,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Values of a vector that is not empty."""
-    out = torch.empty(n, dtype=dtype, device=packed.device)
-    native.launch(
-        "bucket_decode",
-        packed.device,
-        packed.contiguous(),
-        meta.contiguous(),
-        bits,
-        bucket_size,
-        n,
-        _SCHEMES[scheme],
-        *_random_words(key),
-        out,
-        ELEMENTS[dtype],
     )
     return out

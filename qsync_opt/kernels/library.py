@@ -8,7 +8,7 @@ their namesakes in `reference`, and call the operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from qsync_opt.kernels.checks import (
     FP8,
     INT8,
     check_convolution,
-    check_packed,
     check_product,
     check_scaled,
 )
@@ -28,12 +27,14 @@ from qsync_opt.kernels.rounding import RandomKey, Rounding
 
 NAMESPACE = "qsync_opt"
 
+#: An operator's real and fake version.
+Versions = tuple[Callable[..., Any], Callable[..., Any]]
+
 _NO_KEY = RandomKey()
 _RANDOM = "int rounding, int seed, int step, int tensor"
 _PRODUCT = (
     "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, ScalarType out_dtype)"
 )
-_BUCKETS = "int bits, int bucket_size"
 
 #: Operator -> schema, without its name.
 SCHEMAS = {
@@ -48,17 +49,19 @@ SCHEMAS = {
         " int[2] stride, int[2] padding, int[2] dilation, int groups, ScalarType out_dtype)"
         " -> Tensor"
     ),
-    "bucket_encode": (
-        f"(Tensor x, {_BUCKETS}, str scheme, int seed, int step, int tensor) -> (Tensor, Tensor)"
-    ),
-    "bucket_decode": (
-        f"(Tensor packed, Tensor meta, {_BUCKETS}, SymInt n, str scheme,"
-        " int seed, int step, int tensor, ScalarType dtype) -> Tensor"
-    ),
 }
 
 
-def _native(x: Tensor) -> Native | None:
+def define_operators(schemas: Mapping[str, str], versions: Mapping[str, Versions]) -> None:
+    """Make torch operators of functions: schemas by name, and the real and the fake versions."""
+    for name, (real, fake) in versions.items():
+        torch.library.define(f"{NAMESPACE}::{name}", schemas[name])
+        torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd", real)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
+
+
+def kernels_for(x: Tensor) -> Native | None:
+    """The compiled kernels for the device of a tensor; None: the reference runs."""
     return native(x.device.index) if x.is_cuda else None
 
 
@@ -66,7 +69,7 @@ def _fp8_native(x: Tensor) -> Native | None:
     """The kernels, where the device rounds to fp8 in hardware."""
     if not x.is_cuda or torch.cuda.get_device_capability(x.device) < products.FP8_CAPABILITY:
         return None
-    return _native(x)
+    return kernels_for(x)
 
 
 def _takes(x: Tensor, dimensions: int) -> bool:
@@ -81,7 +84,7 @@ def _quantize_int8(
     x: Tensor, granularity: str, rounding: int, seed: int, step: int, tensor: int
 ) -> tuple[Tensor, Tensor]:
     mode, key = Rounding(rounding), RandomKey(seed=seed, step=step, tensor=tensor)
-    kernels = _native(x)
+    kernels = kernels_for(x)
     if kernels is None or not _takes(x, 2) or granularity not in reference.GRANULARITIES:
         return reference.quantize_int8(x, granularity, mode, key)
     return launch.quantize(kernels, x, torch.int8, granularity, mode, key)
@@ -112,7 +115,7 @@ def _quantize_fp8_transposed(
 
 def _dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     check_scaled(q, scale, dtype)
-    kernels = _native(q)
+    kernels = kernels_for(q)
     if kernels is None or q.numel() == 0:
         return reference.dequantize(q, scale, dtype)
     if q.dim() == 2:
@@ -131,7 +134,7 @@ def _int8_matmul(
     check_product(a, b, a_scale, b_scale, bias, INT8, out_dtype)
     if not a.is_cuda:
         return reference.int8_matmul(a, b, a_scale, b_scale, bias, out_dtype)
-    return products.int8_matmul(_native(a), a, b, a_scale, b_scale, bias, out_dtype)
+    return products.int8_matmul(kernels_for(a), a, b, a_scale, b_scale, bias, out_dtype)
 
 
 def _fp8_matmul(
@@ -164,45 +167,7 @@ def _int8_conv2d(
     check_convolution(*arguments)
     if not x.is_cuda:
         return reference.int8_conv2d(*arguments)
-    return products.int8_conv2d(_native(x), *arguments)
-
-
-def _coded(bits: int, bucket_size: int, scheme: str) -> bool:
-    """Whether the kernels know the code; else the reference says what is wrong with it."""
-    fits = 2 <= bits <= 8 and bucket_size >= 8 and bucket_size % 8 == 0
-    return fits and scheme in reference.SCHEMES
-
-
-def _bucket_encode(
-    x: Tensor, bits: int, bucket_size: int, scheme: str, seed: int, step: int, tensor: int
-) -> tuple[Tensor, Tensor]:
-    key = RandomKey(seed=seed, step=step, tensor=tensor)
-    kernels = _native(x)
-    if kernels is None or not _takes(x, x.dim()) or not _coded(bits, bucket_size, scheme):
-        return reference.bucket_encode(x, bits, bucket_size, scheme, key)
-    return launch.bucket_encode(kernels, x, bits, bucket_size, scheme, key)
-
-
-def _bucket_decode(
-    packed: Tensor,
-    meta: Tensor,
-    bits: int,
-    bucket_size: int,
-    n: int,
-    scheme: str,
-    seed: int,
-    step: int,
-    tensor: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    key = RandomKey(seed=seed, step=step, tensor=tensor)
-    kernels = _native(packed)
-    coded = _coded(bits, bucket_size, scheme)
-    if coded:
-        check_packed(packed, meta, bits, bucket_size, n)
-    if kernels is None or n == 0 or not coded or ELEMENTS.get(dtype, 9) > 2:
-        return reference.bucket_decode(packed, meta, bits, bucket_size, n, scheme, key, dtype)
-    return launch.bucket_decode(kernels, packed, meta, bits, bucket_size, n, scheme, key, dtype)
+    return products.int8_conv2d(kernels_for(x), *arguments)
 
 
 # --- their fake versions ---------------------------------------------------------------------
@@ -267,31 +232,7 @@ def _fake_int8_conv2d(
     return x.new_empty(shape, dtype=out_dtype).to(memory_format=torch.channels_last)
 
 
-def _fake_bucket_encode(
-    x: Tensor, bits: int, bucket_size: int, scheme: str, *_key: int
-) -> tuple[Tensor, Tensor]:
-    count = x.numel()
-    packed = x.new_empty((count * bits + 7) // 8, dtype=torch.uint8)
-    buckets = (count + bucket_size - 1) // bucket_size
-    return packed, x.new_empty((buckets, 2), dtype=torch.float32)
-
-
-def _fake_bucket_decode(
-    packed: Tensor,
-    meta: Tensor,
-    bits: int,
-    bucket_size: int,
-    n: int,
-    scheme: str,
-    seed: int,
-    step: int,
-    tensor: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return packed.new_empty(n, dtype=dtype)
-
-
-_VERSIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+_VERSIONS: dict[str, Versions] = {
     "quantize_int8": (_quantize_int8, _fake_quantize_int8),
     "quantize_fp8": (_quantize_fp8, _fake_quantize_fp8),
     "quantize_fp8_transposed": (_quantize_fp8_transposed, _fake_quantize_fp8_transposed),
@@ -299,14 +240,9 @@ _VERSIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "int8_matmul": (_int8_matmul, _fake_product),
     "fp8_matmul": (_fp8_matmul, _fake_product),
     "int8_conv2d": (_int8_conv2d, _fake_int8_conv2d),
-    "bucket_encode": (_bucket_encode, _fake_bucket_encode),
-    "bucket_decode": (_bucket_decode, _fake_bucket_decode),
 }
 
-for _name, (_real, _fake) in _VERSIONS.items():
-    torch.library.define(f"{NAMESPACE}::{_name}", SCHEMAS[_name])
-    torch.library.impl(f"{NAMESPACE}::{_name}", "CompositeExplicitAutograd", _real)
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake)
+define_operators(SCHEMAS, _VERSIONS)
 
 _operators = torch.ops.qsync_opt
 
@@ -397,32 +333,5 @@ def int8_conv2d(
     window = (stride, padding, dilation, groups)
     found: Tensor = _operators.int8_conv2d(
         x, weight, x_scale, weight_scale, bias, *window, out_dtype
-    )
-    return found
-
-
-def bucket_encode(
-    x: Tensor, bits: int, bucket_size: int, scheme: str, key: RandomKey = _NO_KEY
-) -> tuple[Tensor, Tensor]:
-    """Bucket codes of a vector; see `reference.bucket_encode`."""
-    words = (key.seed, key.step, key.tensor)
-    found: tuple[Tensor, Tensor] = _operators.bucket_encode(x, bits, bucket_size, scheme, *words)
-    return found
-
-
-def bucket_decode(
-    packed: Tensor,
-    meta: Tensor,
-    bits: int,
-    bucket_size: int,
-    n: int,
-    scheme: str,
-    key: RandomKey = _NO_KEY,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """The values behind bucket codes; see `reference.bucket_decode`."""
-    words = (key.seed, key.step, key.tensor)
-    found: Tensor = _operators.bucket_decode(
-        packed, meta, bits, bucket_size, n, scheme, *words, dtype
     )
     return found

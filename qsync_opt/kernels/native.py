@@ -28,6 +28,7 @@ _TYPES = {
     "i": ctypes.c_int,
     "l": ctypes.c_int64,
     "u": ctypes.c_uint64,
+    "f": ctypes.c_float,
     "w": ctypes.POINTER(ctypes.c_int),
 }
 
@@ -40,8 +41,9 @@ _SIGNATURES = {
     "int8_product": "pppppipilllii",
     "int8_product_sm90": "pppppipillliiii",
     "int8_conv_sm90": "pppppipilwi",
-    "bucket_encode": "piliiiuupp",
-    "bucket_decode": "ppiiliuupi",
+    "message_encode": "piliiipuuplil",
+    "message_decode": "pliliiipuupi",
+    "message_mean": "pliliipfp",
 }
 
 

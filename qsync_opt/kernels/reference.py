@@ -1,4 +1,6 @@
-"""The meaning of every kernel in plain torch, on any device: the oracle for faster versions.
+"""The meaning of the kernels in plain torch, on any device: the oracle for faster versions.
+
+Bucket codes and their messages are in `bucket_reference`.
 
 A scaled tensor is a pair (q, scale) with x ~ q * scale and, in float32,
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qsync_opt.errors import ParameterError
-from qsync_opt.kernels.rounding import RandomKey, Rounding, round_to_integer, uniform
+from qsync_opt.kernels.rounding import RandomKey, Rounding, round_to_integer
 
 #: Largest code. Symmetric, so -128 is not used and negation is exact.
 INT8_MAX = 127
@@ -32,7 +34,6 @@ FP8_FORMATS = {
     "e5m2": (torch.float8_e5m2, 57344.0, 2, -14),
 }
 GRANULARITIES = ("tensor", "row", "column")
-SCHEMES = ("nearest", "stochastic", "shift")
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -183,95 +184,6 @@ def int8_conv2d(
     return out.to(out_dtype).contiguous(memory_format=torch.channels_last)
 
 
-def bucket_encode(
-    x: Tensor, bits: int, bucket_size: int, scheme: str, key: RandomKey = _NO_KEY
-) -> tuple[Tensor, Tensor]:
-    """Code a vector between the least and the greatest value of each bucket.
-
-    With levels = 2^bits - 1 and step = (max - min) / levels, in float32, the code is
-
-    - `nearest`: round((x - min) / step), ties to even;
-    - `stochastic`: unbiased, an own draw per element, keyed by the element's index;
-    - `shift`: round((x - min) / step - r / step) with one r ~ U[-step/2, step/2) per bucket,
-      keyed by the bucket's index; unbiased with an error of step^2/12 (QSDP, arXiv 2302.02390).
-
-    A step of 0 gives codes 0 and exact values; a bucket with NaN or infinity decodes to numbers
-    that are not finite.
-
-    Args:
-        x: [n], fp32, bf16 or fp16.
-        bits: of a code, 2 to 8.
-        bucket_size: elements that share min and step, a multiple of 8; the last may be short.
-        scheme: `nearest`, `stochastic` or `shift`.
-        key: of the random bits.
-
-    Returns:
-        packed: uint8 [ceil(n * bits / 8)]. Code i takes the bits i*bits .. (i+1)*bits - 1,
-            counted from the least significant bit of byte 0; unused bits are 0.
-        meta: float32 [buckets, 2]: min and step.
-    """
-    _check_bucket(bits, bucket_size, scheme)
-    _require_float(x)
-    count = x.numel()
-    if count == 0:
-        return x.new_empty(0, dtype=torch.uint8), x.new_empty((0, 2), dtype=torch.float32)
-    buckets = -(-count // bucket_size)
-    value = x.reshape(-1).to(torch.float32)
-    # The padding repeats a value of the last bucket: its least and greatest stay.
-    missing = buckets * bucket_size - count
-    rows = torch.cat((value, value[-1:].expand(missing))).view(buckets, bucket_size)
-    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
-    levels = 2**bits - 1
-    step = (high - low) / low.new_full((), levels)  # a tensor: CUDA multiplies by 1 / scalar
-    usable = torch.isfinite(step) & (step > 0)
-    place = torch.where(usable, (rows - low) / step, 0.0)
-    if scheme == "shift":
-        place = place - _shift(buckets, key, x.device)
-    rounding = Rounding.STOCHASTIC if scheme == "stochastic" else Rounding.NEAREST
-    codes = round_to_integer(place, rounding, key).clamp(0, levels)
-    codes = torch.where(usable, codes, 0.0).view(-1)[:count]
-    return _pack(codes.to(torch.int64), bits), torch.cat((low, step), dim=1)
-
-
-def bucket_decode(
-    packed: Tensor,
-    meta: Tensor,
-    bits: int,
-    bucket_size: int,
-    n: int,
-    scheme: str,
-    key: RandomKey = _NO_KEY,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """The values behind bucket codes: min + step * code, plus the shift that was taken off.
-
-    In float32: min + step * (code + r / step), the sum in brackets first.
-
-    Args:
-        packed: from `bucket_encode`.
-        meta: from `bucket_encode`.
-        bits: as encoded.
-        bucket_size: as encoded.
-        n: number of values.
-        scheme: as encoded.
-        key: as encoded; read by `shift` alone.
-        dtype: of the result.
-
-    Returns:
-        [n] of `dtype`.
-    """
-    _check_bucket(bits, bucket_size, scheme)
-    if n == 0:
-        return packed.new_empty(0, dtype=dtype)
-    codes = _unpack(packed, bits, n).to(torch.float32)
-    buckets = meta.shape[0]
-    codes = functional.pad(codes, (0, buckets * bucket_size - n)).view(buckets, bucket_size)
-    if scheme == "shift":
-        codes = codes + _shift(buckets, key, packed.device)
-    low, step = meta[:, :1], meta[:, 1:]
-    return (low + step * codes).reshape(-1)[:n].to(dtype)
-
-
 def _scale(x: Tensor, q_max: float, granularity: str) -> Tensor:
     _require_float(x)
     if x.dim() != 2:
@@ -315,30 +227,6 @@ def _scaled_product(
     return out.to(out_dtype)
 
 
-def _shift(buckets: int, key: RandomKey, device: torch.device) -> Tensor:
-    """The shift over the step, of each bucket: float32 [buckets, 1] in [-1/2, 1/2)."""
-    return (uniform(buckets, key, device) - 0.5).view(-1, 1)
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Eight codes fill `bits` whole bytes: write them into one 64-bit word and cut it up."""
-    count = codes.numel()
-    groups = functional.pad(codes, (0, -count % 8)).view(-1, 8)
-    places = torch.arange(8, device=codes.device)
-    words = (groups << (places * bits)).sum(1, keepdim=True)
-    packed = (words >> (places[:bits] * 8)) & 0xFF
-    return packed.to(torch.uint8).view(-1)[: -(-count * bits // 8)]
-
-
-def _unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    groups = -(-count // 8)
-    data = functional.pad(packed, (0, groups * bits - packed.numel())).view(groups, bits)
-    places = torch.arange(8, device=packed.device)
-    words = (data.to(torch.int64) << (places[:bits] * 8)).sum(1, keepdim=True)
-    codes: Tensor = (words >> (places * bits)) & (2**bits - 1)
-    return codes.reshape(-1)[:count]
-
-
 def _fp8_format(format: str) -> tuple[torch.dtype, float, int, int]:
     if format not in FP8_FORMATS:
         raise ParameterError("format", f"must be one of {', '.join(FP8_FORMATS)}", format)
@@ -349,12 +237,3 @@ def _require_float(x: Tensor) -> None:
     if x.dtype not in _FLOATS:
         rule = "must have dtype float32, bfloat16 or float16"
         raise ParameterError("x", rule, x.dtype, "Cast it first.")
-
-
-def _check_bucket(bits: int, bucket_size: int, scheme: str) -> None:
-    if not 2 <= bits <= 8:
-        raise ParameterError("bits", "must be 2 to 8", bits)
-    if bucket_size < 8 or bucket_size % 8:
-        raise ParameterError("bucket_size", "must be a positive multiple of 8", bucket_size)
-    if scheme not in SCHEMES:
-        raise ParameterError("scheme", f"must be one of {', '.join(SCHEMES)}", scheme)

@@ -22,6 +22,9 @@ _ROUNDS = 10
 #: Random bits behind one uniform number: what a float32 below 1 can hold without rounding.
 UNIFORM_BITS = 24
 
+#: Random bits behind one carry: half a word, so that a Philox block serves eight elements.
+CARRY_BITS = 16
+
 
 class Rounding(IntEnum):
     """What becomes of a value between two codes."""
@@ -84,18 +87,37 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, 
 def uniform(count: int, key: RandomKey, device: torch.device) -> Tensor:
     """Numbers in [0, 1) for the elements 0 .. count - 1 of a tensor.
 
-    Element i takes word i % 4 of the Philox block with the counter (low and high word of
-    i // 4, low and high word of `key.tensor`), and of that word the upper 24 bits.
+    Element i takes word i % 4 of block i // 4 (see `_words`), and of that word the upper 24 bits.
 
     Returns:
         float32 [count], multiples of 2^-24.
     """
-    block = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
+    words = _words(-(-count // 4), key, device).view(-1)[:count]
+    return (words >> (32 - UNIFORM_BITS)).to(torch.float32) * 2.0**-UNIFORM_BITS
+
+
+def half_words(count: int, key: RandomKey, device: torch.device) -> Tensor:
+    """Numbers in [0, 2^16) for the elements 0 .. count - 1 of a tensor.
+
+    Element i takes a half of word i // 2 % 4 of block i // 8: the lower one where i is even.
+
+    Returns:
+        int64 [count].
+    """
+    words = _words(-(-count // 8), key, device)
+    halves = torch.stack((words & (2**CARRY_BITS - 1), words >> CARRY_BITS), dim=-1)
+    return halves.view(-1)[:count]
+
+
+def _words(blocks: int, key: RandomKey, device: torch.device) -> Tensor:
+    """Random words: int64 [blocks, 4] in [0, 2^32).
+
+    The counter of a block is its number (low and high word) and `key.tensor` (likewise).
+    """
+    block = torch.arange(blocks, dtype=torch.int64, device=device)
     low, high = key.tensor & _MASK_32, (key.tensor >> 32) & _MASK_32
     tensor = torch.full_like(block, low), torch.full_like(block, high)
-    words = philox_4x32((block & _MASK_32, block >> 32, *tensor), philox_key(key))
-    bits = words.reshape(-1)[:count] >> (32 - UNIFORM_BITS)
-    return bits.to(torch.float32) * 2.0**-UNIFORM_BITS
+    return philox_4x32((block & _MASK_32, block >> 32, *tensor), philox_key(key))
 
 
 def round_to_integer(value: Tensor, rounding: Rounding, key: RandomKey) -> Tensor:
@@ -105,3 +127,20 @@ def round_to_integer(value: Tensor, rounding: Rounding, key: RandomKey) -> Tenso
     below = value.floor()
     draw = uniform(value.numel(), key, value.device).view(value.shape)
     return below + (draw < value - below)
+
+
+def round_by_carry(value: Tensor, fraction_bits: int, key: RandomKey) -> Tensor:
+    """Round float32 values of at least 0 to whole numbers, up or down by chance.
+
+    A value is rounded to so many binary places, ties to even; a random number of `CARRY_BITS`
+    places below 1 is added, and what is behind the point dropped. Whole numbers stay. The mean
+    is off by what the first rounding took, at most 2^-(fraction_bits + 1).
+
+    Args:
+        value: finite, any shape; below 2^31.
+        fraction_bits: `CARRY_BITS` at most.
+        key: of the random bits.
+    """
+    fixed = (value * 2.0**fraction_bits).round().to(torch.int64) << (CARRY_BITS - fraction_bits)
+    carry = half_words(value.numel(), key, value.device).view(value.shape)
+    return ((fixed + carry) >> CARRY_BITS).to(torch.float32)

@@ -1,10 +1,11 @@
 """Timing calls on a device: warm-up, repetition, median and spread.
 
+A step runs many other operators between two runs of one, so the L2 cache is overwritten before
+each run, and then only what the step has just written is put back into it (`warm`).
+
 On a GPU a call returns when it is launched, so two times are taken: the device's, between two
 events, and the host's. So that a slow launch does not show in the device's time, the device is
-first kept busy until everything is launched. A step runs many other operators between two runs
-of one, so the L2 cache is overwritten before each run, and then only what the step has just
-written is put back into it (`warm`).
+first kept busy until everything is launched.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +33,9 @@ _HEAD_START = 1.5
 
 #: Overwriting this many times the L2 cache leaves nothing of what was in it.
 _FLUSHED = 2
+
+#: Where Linux describes the caches of a core (Documentation/ABI/testing/sysfs-devices-system-cpu).
+_CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 #: Times nearer to each other than this do not tell a busy device from a quiet one: events have
 #: a resolution of about 0.5 us (documentation of cudaEventElapsedTime).
@@ -88,6 +94,8 @@ class Clock:
         effort: how hard to try.
         timer: gives seconds. `time.thread_time` leaves out what other processes took from a
             CPU, and is right for one thread only.
+        step_bytes: what a step writes from one run of a call to the next, which bounds what
+            is overwritten of a CPU's caches; None: more than they hold.
     """
 
     def __init__(
@@ -95,6 +103,7 @@ class Clock:
         device: torch.device,
         effort: Effort | None = None,
         timer: Callable[[], float] = time.perf_counter,
+        step_bytes: int | None = None,
     ) -> None:
         self.device = device
         self.effort = effort or Effort()
@@ -103,11 +112,12 @@ class Clock:
         self._held: list[object] = []
         self._held_results = 0
         self._gpu: _GpuLane | None = None
+        self._cpu = _CpuCache(step_bytes)
 
     @property
     def cache_bytes(self) -> int:
-        """Size of the GPU's L2 cache; 0 on a CPU, whose caches are left alone."""
-        return self._lane().cache_bytes if self._is_cuda else 0
+        """Size of the L2 cache, of a CPU for each thread; 0 where the system does not say."""
+        return self._lane().cache_bytes if self._is_cuda else self._cpu.cache_bytes
 
     def time(
         self, call: Callable[[], object], *, results: int = 0, warm: Sequence[Tensor] = ()
@@ -119,8 +129,8 @@ class Clock:
             results: how many results to hold before they are let go together. A step keeps
                 what its forward makes, so that every call there gets memory that the system
                 hands out anew; on a CPU that takes time. 0: each result is dropped at once.
-            warm: what the step has just written when the call begins, the newest last. On a
-                GPU it is in the L2 cache then, and nothing else is.
+            warm: what the step has just written when the call begins, the newest last. It
+                is in the L2 cache then, and nothing else is.
         """
         self._held_results = results
         for _ in range(self.effort.warm_up):
@@ -142,7 +152,7 @@ class Clock:
             if self._is_cuda:
                 found = self._on_gpu(call, calls, budget_s, once_s, host_s, warm)
             else:
-                found = self._on_cpu(call, calls, budget_s)
+                found = self._on_cpu(call, budget_s, [_words(tensor) for tensor in warm])
             if best is None or found.spread < best.spread:
                 best = found
             distance_s = best.spread * best.time_s
@@ -158,24 +168,22 @@ class Clock:
         if self._is_cuda:
             torch.cuda.synchronize(self.device)
 
-    def _on_cpu(self, call: Callable[[], object], calls: int, budget_s: float) -> Timing:
+    def _on_cpu(
+        self, call: Callable[[], object], budget_s: float, warm: Sequence[Tensor]
+    ) -> Timing:
         times: list[float] = []
+        held = self._held
         end = time.perf_counter() + budget_s
         while len(times) < self.effort.samples or time.perf_counter() < end:
-            times.append(self._once_on_cpu(call, calls))
-        return Timing(time_s=statistics.median(times), spread=spread_of(times))
-
-    def _once_on_cpu(self, call: Callable[[], object], calls: int) -> float:
-        held = self._held
-        if len(held) + calls > self._held_results:
-            held.clear()
-        begin = self.timer()
-        for _ in range(calls):
+            if len(held) >= self._held_results:
+                held.clear()
+            self._cpu.leave(warm)
+            begin = self.timer()
             held.append(call())
-        seconds = (self.timer() - begin) / calls
-        if not self._held_results:
-            held.clear()
-        return seconds
+            times.append(self.timer() - begin)
+            if not self._held_results:
+                held.clear()
+        return Timing(time_s=statistics.median(times), spread=spread_of(times))
 
     def _on_gpu(
         self,
@@ -206,6 +214,33 @@ class Clock:
         if self._gpu is None:
             self._gpu = _GpuLane(self.device)
         return self._gpu
+
+
+class _CpuCache:
+    """The L2 caches of the threads that torch uses on a CPU."""
+
+    def __init__(self, step_bytes: int | None) -> None:
+        self.cache_bytes = _l2_bytes()
+        junk_bytes = _FLUSHED * self.cache_bytes * torch.get_num_threads()
+        if step_bytes is not None:
+            junk_bytes = min(junk_bytes, step_bytes)
+        self._junk = torch.zeros(junk_bytes // 4, dtype=torch.int32)
+
+    def leave(self, warm: Sequence[Tensor]) -> None:
+        """Leave in the caches what a step would: above all the tensors that it just wrote."""
+        self._junk.add_(1)
+        for tensor in warm:
+            tensor.bitwise_or_(0)
+
+
+def _l2_bytes() -> int:
+    """Bytes of a core's L2 cache, from Linux; 0 where the system does not say."""
+    for level in _CPU_CACHES.glob("index*/level"):
+        with suppress(OSError, ValueError):
+            size = (level.parent / "size").read_text().strip()
+            if level.read_text().strip() == "2" and size.endswith("K"):
+                return int(size[:-1]) * 1024
+    return 0
 
 
 class _GpuLane:

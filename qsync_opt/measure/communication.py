@@ -1,8 +1,9 @@
-"""What DDP reduces, read from a live object, and how long all-reduces take.
+"""What DDP reduces, read from a live object, and how long that takes at any bits.
 
 Buckets are read through a communication hook, the documented way, after the rebuild that
 DDP does at its second iteration: before it, one bucket holds everything. Times start aligned:
 every round begins with a barrier, so that no rank's time contains waiting for another's work.
+Below 32 bits it is training's own hook that is timed, on a bucket with a single parameter.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,15 @@ from torch.distributed import FileStore, GradBucket, HashStore  # type: ignore[a
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.costs import AllReduceCosts, GradientBucket
+from qsync_opt.costs_network import AllReduceCosts, CodedTimes, GradientBucket
 from qsync_opt.errors import ParameterError
 from qsync_opt.measure.clock import spread_of
 from qsync_opt.measure.step import Loss, call_model, loss_of, split_batch
+from qsync_opt.plan import FULL_BITS
+from qsync_opt.runtime.bucket_bits import Uniform
+from qsync_opt.runtime.communication import communication_at
+from qsync_opt.runtime.quantized_comm import GradientHook
+from qsync_opt.runtime.two_phase import Exchange
 
 _FLOAT_BYTES = 4
 _ROUNDS, _WARM_UP = 9, 3
@@ -93,7 +99,10 @@ def read_buckets(
 
 
 def measure_all_reduce(
-    size_bytes: Sequence[int], device: torch.device, group: Any = None
+    size_bytes: Sequence[int],
+    device: torch.device,
+    group: Any = None,
+    codes: Sequence[int] = (),
 ) -> AllReduceCosts:
     """Time all-reduces of fp32 on a process group; every rank of it must call this.
 
@@ -101,31 +110,51 @@ def measure_all_reduce(
         size_bytes: sizes to measure.
         device: of the tensors on this rank.
         group: None for the default group.
+        codes: bits at which averages are timed too.
 
     Returns:
         The same on every rank: the slowest rank's time of each round, the median of rounds.
+
+    Raises:
+        ParameterError: bits that are not fewer than 32, or that nothing is sent at.
     """
+    wanted = code_bits(codes)
     sizes = sorted({max(_FLOAT_BYTES, size // _FLOAT_BYTES * _FLOAT_BYTES) for size in size_bytes})
-    times, spreads = [], []
+    rows: dict[int, list[tuple[float, float]]] = {bits: [] for bits in (FULL_BITS, *wanted)}
     for size in sizes:
-        tensor = torch.ones(size // _FLOAT_BYTES, device=device)
-        rounds = [_one_round(tensor, group) for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
-        slowest = torch.tensor(rounds, dtype=torch.float64, device=_control_device(device, group))
-        distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX, group=group)
-        values = slowest.tolist()
-        times.append(statistics.median(values))
-        spreads.append(spread_of(values))
+        tensor = torch.ones(1, size // _FLOAT_BYTES, device=device)
+        for bits, found in rows.items():
+            run = averaging_at(tensor, bits, group)
+            found.append(_time(run, device, group))
+    times = {bits: np.array(found).T for bits, found in rows.items()}
     return AllReduceCosts(
         ranks=distributed.get_world_size(group),
         backend=str(distributed.get_backend(group)),
         size_bytes=np.array(sizes),
-        time_s=np.array(times),
-        spread=np.array(spreads),
+        time_s=times[FULL_BITS][0],
+        spread=times[FULL_BITS][1],
+        codes=tuple(
+            CodedTimes(bits=bits, time_s=times[bits][0], spread=times[bits][1]) for bits in wanted
+        ),
     )
 
 
+def code_bits(codes: Sequence[int]) -> tuple[int, ...]:
+    """Bits of codes, each once, descending.
+
+    Raises:
+        ParameterError: bits that are not fewer than 32, or that nothing is sent at.
+    """
+    for bits in codes:
+        communication_at(bits)
+    if FULL_BITS in codes:
+        rule = f"must be fewer than {FULL_BITS}, which are always timed"
+        raise ParameterError("codes", rule, FULL_BITS)
+    return tuple(sorted(set(codes), reverse=True))
+
+
 def measure_local_all_reduce(
-    size_bytes: Sequence[int], ranks: int, device_type: str = "cpu"
+    size_bytes: Sequence[int], ranks: int, device_type: str = "cpu", codes: Sequence[int] = ()
 ) -> AllReduceCosts:
     """Time all-reduces between processes that are started on this machine for it.
 
@@ -133,23 +162,33 @@ def measure_local_all_reduce(
         size_bytes: sizes to measure.
         ranks: how many processes.
         device_type: `cpu` for gloo, `cuda` for NCCL with one GPU for each rank.
+        codes: bits at which averages are timed too.
 
     Raises:
-        ParameterError: there are fewer GPUs than ranks.
+        ParameterError: there are fewer GPUs than ranks, or bits that nothing is sent at.
     """
+    wanted = code_bits(codes)
     if device_type == "cuda" and ranks > torch.cuda.device_count():
         rule = f"must be at most {torch.cuda.device_count()}, the GPUs here"
         remedy = "NCCL takes one GPU for each rank; measure on the machines of the job, by torchrun"
         raise ParameterError("ranks", rule, ranks, remedy)
     with tempfile.TemporaryDirectory() as folder:
         spawn(  # type: ignore[no-untyped-call]
-            _local_rank, args=(list(size_bytes), ranks, device_type, folder), nprocs=ranks
+            _local_rank, args=(list(size_bytes), ranks, device_type, folder, wanted), nprocs=ranks
         )
         rows = json.loads((Path(folder) / "result.json").read_text())
-    return AllReduceCosts(ranks=ranks, **rows)
+    timed = tuple(CodedTimes(**row) for row in rows.pop("codes"))
+    return AllReduceCosts(ranks=ranks, **rows, codes=timed)
 
 
-def _local_rank(rank: int, sizes: list[int], ranks: int, device_type: str, folder: str) -> None:
+def _local_rank(
+    rank: int,
+    sizes: list[int],
+    ranks: int,
+    device_type: str,
+    folder: str,
+    codes: tuple[int, ...],
+) -> None:
     torch.set_num_threads(1)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
@@ -158,7 +197,7 @@ def _local_rank(rank: int, sizes: list[int], ranks: int, device_type: str, folde
     backend = "nccl" if device_type == "cuda" else "gloo"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     try:
-        found = measure_all_reduce(sizes, device)
+        found = measure_all_reduce(sizes, device, codes=codes)
     finally:
         distributed.destroy_process_group()
     if rank == 0:
@@ -167,6 +206,10 @@ def _local_rank(rank: int, sizes: list[int], ranks: int, device_type: str, folde
             "size_bytes": found.size_bytes.tolist(),
             "time_s": found.time_s.tolist(),
             "spread": found.spread.tolist(),
+            "codes": [
+                {"bits": r.bits, "time_s": r.time_s.tolist(), "spread": r.spread.tolist()}
+                for r in found.codes
+            ],
         }
         (Path(folder) / "result.json").write_text(json.dumps(rows))
 
@@ -179,15 +222,59 @@ def sizes_to_measure(buckets: Sequence[GradientBucket]) -> list[int]:
     return sorted({*sizes, *(2**power for power in range(low, high + 1, 2))})
 
 
-def _one_round(tensor: Tensor, group: Any) -> float:
-    is_cuda = tensor.is_cuda
+class _OnlyBucket:
+    """A bucket of DDP that holds one parameter and is all that a backward gives."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    def buffer(self) -> Tensor:
+        return self._parameter.detach().view(-1)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [self._parameter]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def averaging_at(tensor: Tensor, bits: int, group: Any = None) -> Callable[[], object]:
+    """What averages a gradient in place, as training does at so many bits.
+
+    Args:
+        tensor: fp32, [1, n]; at 32 bits it is added up, as by the all-reduce alone.
+        bits: at which it is sent.
+        group: None for the default group.
+    """
+    if bits == FULL_BITS:
+        return lambda: distributed.all_reduce(tensor, group=group)
+    holder = nn.ParameterList([nn.Parameter(tensor)])
+    sending = Uniform(communication=communication_at(bits))
+    hook = GradientHook(holder, sending, Exchange(group), seed=0)
+    bucket = _OnlyBucket(holder[0])
+    return lambda: hook.reduce(bucket).wait()
+
+
+def _time(run: Callable[[], object], device: torch.device, group: Any) -> tuple[float, float]:
+    """Median over rounds of the slowest rank's time, and its spread."""
+    rounds = [_one_round(run, device, group) for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
+    slowest = torch.tensor(rounds, dtype=torch.float64, device=_control_device(device, group))
+    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX, group=group)
+    values = slowest.tolist()
+    return statistics.median(values), spread_of(values)
+
+
+def _one_round(run: Callable[[], object], device: torch.device, group: Any) -> float:
     distributed.barrier(group=group)
-    if is_cuda:
-        torch.cuda.synchronize(tensor.device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     begin = time.perf_counter()
-    distributed.all_reduce(tensor, group=group)
-    if is_cuda:
-        torch.cuda.synchronize(tensor.device)
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - begin
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,12 @@ from qsync_opt.errors import MeasureError, ParameterError, QsyncError
 from qsync_opt.graph import OperatorGraph, Role
 from qsync_opt.measure.casts import element_counts, measure_elements
 from qsync_opt.measure.clock import Clock
-from qsync_opt.measure.communication import measure_all_reduce, read_buckets, sizes_to_measure
+from qsync_opt.measure.communication import (
+    code_bits,
+    measure_all_reduce,
+    read_buckets,
+    sizes_to_measure,
+)
 from qsync_opt.measure.memory import CUDA_ROUNDING_BYTES, fixed_memory
 from qsync_opt.measure.notebook import Notebook, Refusal
 from qsync_opt.measure.operators import OperatorMeasurement, OperatorMeter
@@ -44,6 +49,7 @@ from qsync_opt.measure.uniform import (
 from qsync_opt.precision import HANDED_ON, Precision
 from qsync_opt.runtime.availability import available_precisions, supported_precisions
 from qsync_opt.runtime.casts import half_dtype
+from qsync_opt.runtime.host_memory import keep_freed_memory
 
 #: Spreads of what takes less than this share of the whole do not matter.
 _NEGLIGIBLE = 0.005
@@ -88,6 +94,7 @@ def measure(
     precisions: Iterable[Precision] | None = None,
     optimizer: str = "adamw",
     group: Any = None,
+    codes: Sequence[int] = (),
     clock: Clock | None = None,
     notebook: Notebook | None = None,
     progress: Callable[[MeasureProgress], None] | None = None,
@@ -97,6 +104,8 @@ def measure(
     Equal signatures are measured once. What the device lacks, and what runs out of memory or
     is refused by torch at one precision, is left out with the reason.
 
+    On a CPU the process keeps the memory that it frees from here on, as `train` has it do.
+
     Args:
         graph: the graph.
         trained: the model; without it neither buckets nor whole steps are measured.
@@ -105,6 +114,7 @@ def measure(
         optimizer: one of `uniform.OPTIMIZERS`.
         group: process group on which all-reduces are timed (every rank of it must call this);
             None for the default group, and none where there is no default group.
+        codes: bits at which averages of gradients are timed there too.
         clock: of the device; default: one that tries as hard as is usual.
         notebook: what is known from an interrupted measurement, and who keeps it.
         progress: called before each thing that is measured.
@@ -112,7 +122,8 @@ def measure(
     Raises:
         MeasureError: an operator that cannot be run even in fp32, or a graph for another type
             of device.
-        ParameterError: an unknown optimizer, or a precision that is not available.
+        ParameterError: an unknown optimizer, a precision that is not available, or bits that
+            nothing is sent at.
     """
     return _Measurement(
         graph,
@@ -121,6 +132,7 @@ def measure(
         precisions,
         optimizer,
         group,
+        code_bits(codes),
         clock,
         notebook or Notebook(),
         progress,
@@ -138,6 +150,7 @@ class _Measurement:
         precisions: Iterable[Precision] | None,
         optimizer: str,
         group: Any,
+        codes: tuple[int, ...],
         clock: Clock | None,
         notebook: Notebook,
         progress: Callable[[MeasureProgress], None] | None,
@@ -148,10 +161,12 @@ class _Measurement:
                 " to be measured: which operators follow their inputs differs",
                 f"Capture the model with device {device.type}",
             )
+        if device.type == "cpu":
+            keep_freed_memory()
         self._graph, self._trained, self._device = graph, trained, device
         self._clock = clock or Clock(device)
         self._group, self._notebook, self._progress = group, notebook, progress
-        self._optimizer = optimizer
+        self._optimizer, self._codes = optimizer, codes
         self._has = available_precisions(device)
         self._precisions = _columns(precisions, self._has)
         self._half = Precision.BF16 if half_dtype(device) is torch.bfloat16 else Precision.FP16
@@ -376,7 +391,8 @@ class _Measurement:
             distributed.is_available() and distributed.is_initialized()
         ):
             return None
-        return measure_all_reduce(sizes_to_measure(buckets), self._device, self._group)
+        sizes = sizes_to_measure(buckets)
+        return measure_all_reduce(sizes, self._device, self._group, self._codes)
 
     def _noted(self, name: str, take: Callable[[], list[float]]) -> list[float]:
         try:

@@ -73,12 +73,14 @@ class OperatorMeter:
     """
 
     def __init__(self, graph: OperatorGraph, clock: Clock, dtypes: tuple[Precision, ...]) -> None:
-        self._graph, self._clock, self._dtypes = graph, clock, dtypes
-        self._patient = Clock(
-            clock.device, replace(clock.effort, samples=50, most_calls=100), clock.timer
-        )
+        self._graph, self._dtypes = graph, dtypes
         kept = sum(row.size_bytes for row in graph.saved if not row.resident)
         self._kept_bytes = min(max(kept, _LEAST_KEPT_BYTES), _MOST_KEPT_BYTES)
+        # The backward writes about as much again: gradients of what was kept.
+        step_bytes = 2 * kept
+        self._clock = Clock(clock.device, clock.effort, clock.timer, step_bytes)
+        patient = replace(clock.effort, samples=50, most_calls=100)
+        self._patient = Clock(clock.device, patient, clock.timer, step_bytes)
         self._engine = self._empty_backward()
         self._hand_over = self._parameter_gradient()
 

@@ -34,6 +34,7 @@ from qsync_opt.graph import OperatorGraph
 from qsync_opt.kernels.rounding import Rounding
 from qsync_opt.measure import indicators
 from qsync_opt.measure.capture import device_of, left_as_found
+from qsync_opt.measure.gradients import gradient_ranges
 from qsync_opt.measure.ground_truth import Report, measured_variance
 from qsync_opt.measure.moments import observe
 from qsync_opt.measure.step import Loss
@@ -93,6 +94,7 @@ def perturbations(
     seed: int = 0,
     source: str | None = None,
     sizes: dict[str, object] | None = None,
+    gradients: bool = False,
     report: Report | None = None,
 ) -> PerturbationTable:
     """Fill the table of perturbations of a model.
@@ -115,6 +117,8 @@ def perturbations(
         seed: of the model's random numbers and of everything drawn here.
         source: the model file, for the provenance.
         sizes: what the model was built with, for the provenance.
+        gradients: gather too what sending gradients at fewer bits would lose: one more step a
+            batch, see `gradients.gradient_ranges`.
         report: told how much is done, as (done, all).
 
     Returns:
@@ -173,6 +177,10 @@ def perturbations(
                         told(1, 1)
                 tables.append(table)
         mean = np.mean(tables, axis=0)
+    ranges = None
+    if gradients:
+        with left_as_found(model, device):
+            ranges = gradient_ranges(model, every, graph, loss=loss, seed=seed)
     return PerturbationTable(
         graph=graph.sha256,
         operators=tuple(operator.name for operator in graph.operators),
@@ -195,6 +203,7 @@ def perturbations(
             },
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         ),
+        gradients=ranges,
     )
 
 

@@ -20,7 +20,7 @@ from qsync_opt.precision import Precision
 if TYPE_CHECKING:  # problem.py imports this module
     from hashlib import _Hash
 
-    from qsync_opt.optimize.problem import AllocationProblem, DeviceKind, SavedTensors
+    from qsync_opt.optimize.problem import AllocationProblem, Bucket, DeviceKind, SavedTensors
 
 
 def problem_sha256(problem: AllocationProblem) -> str:
@@ -38,7 +38,7 @@ def problem_sha256(problem: AllocationProblem) -> str:
             [o.name, o.kind, None if o.bucket is None else int(o.bucket), *map(int, o.follows)]
             for o in problem.operators
         ],
-        "buckets": [[float(b.all_reduce_s), int(b.size_bytes)] for b in problem.buckets],
+        "buckets": [_bucket(bucket) for bucket in problem.buckets],
         "groups": [list(group) for group in problem.groups],
         "devices": [
             [kind.name, kind.workers, kind.batch_share, *_numbers(kind)] for kind in problem.devices
@@ -55,6 +55,13 @@ def kind_sha256(kind: DeviceKind) -> str:
     digest = hashlib.sha256(_json(_numbers(kind)))
     _add_arrays(digest, kind)
     return digest.hexdigest()
+
+
+def _bucket(bucket: Bucket) -> list[object]:
+    """Without codes as before there were any, so that old plans stay plans of their problems."""
+    codes = [[int(c.bits), float(c.all_reduce_s), float(c.perturbation)] for c in bucket.codes]
+    numbers: list[object] = [float(bucket.all_reduce_s), int(bucket.size_bytes)]
+    return [*numbers, codes] if codes else numbers
 
 
 def _json(value: object) -> bytes:

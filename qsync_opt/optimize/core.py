@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
+from qsync_opt.optimize.byte_rows import add_byte_rows, power_of_two_near
 from qsync_opt.optimize.evaluate import TIME_TOLERANCE
-from qsync_opt.optimize.formulation import add_byte_rows, power_of_two_near
 from qsync_opt.optimize.knapsack import Knapsack
 from qsync_opt.optimize.lagrangian import Lagrangian
 from qsync_opt.optimize.linear import LazyNames, LinearProgram, ProgramBuilder

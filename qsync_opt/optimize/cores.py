@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
+from qsync_opt.optimize.climb import Point
 from qsync_opt.optimize.core import Core, find_core
+from qsync_opt.optimize.incumbent import Incumbent
 from qsync_opt.optimize.knapsack import KnapsackSearch
-from qsync_opt.optimize.lagrangian import Lagrangian, Point
+from qsync_opt.optimize.lagrangian import Lagrangian
 from qsync_opt.optimize.proof import ROUNDING, Proof
 from qsync_opt.optimize.proposals import BackEnd, Program, core_program, flow_program
 
@@ -44,7 +46,7 @@ class CoreSearch:
         back_end: for the programs.
     """
 
-    def __init__(self, proof: Proof, back_end: BackEnd) -> None:
+    def __init__(self, proof: Proof[Incumbent], back_end: BackEnd) -> None:
         self._proof, self._back_end = proof, back_end
 
     def propose(self, program: Program, threshold: float) -> float:

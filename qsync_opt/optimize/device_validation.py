@@ -235,7 +235,7 @@ def _validate_totals(problem: AllocationProblem, device: DeviceKind, where: str)
     with np.errstate(over="ignore"):
         times = [table.max(axis=1).sum() for table in (device.forward_s, device.backward_s)]
         times += [tensors.forward_s.sum(), tensors.backward_s.sum(), device.optimizer_s]
-        times += [bucket.all_reduce_s for bucket in problem.buckets]
+        times += [max(c.all_reduce_s for c in bucket.choices) for bucket in problem.buckets]
         totals = {
             "forward_s": np.array(times, dtype=np.float64).sum(),
             "perturbation": device.perturbation.max(axis=1).sum(),

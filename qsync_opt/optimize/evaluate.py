@@ -4,8 +4,9 @@ Iteration time is the event recurrence over ranks and buckets (design, section 4
 
     end_k = max(end_{k-1}, max_r ready[r, k]) + c_k,   ready[r, k] = optimizer + F_r + B_{r, k}
 
-with F the forward and forward-cast time, and B_k the backward and backward-cast time of the
-operators from the last one down to the first operator whose gradients are in bucket k.
+with F the forward and forward-cast time, B_k the backward and backward-cast time of the
+operators from the last one down to the first operator whose gradients are in bucket k, and c_k
+the time of bucket k in the bits that the plan sends it in (32 where the plan has none).
 Peak memory is the largest, over every operator i, of
 
     fixed + (copies of the tensors whose first saver is at or before i) + transient of i
@@ -18,7 +19,7 @@ This module does not import the formulation, so the two can disagree and tests c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -26,6 +27,7 @@ import numpy as np
 
 from qsync_opt.errors import ParameterError, PlanError
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
+from qsync_opt.optimize.buckets import chosen
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.plan import PrecisionPlan
 from qsync_opt.precision import PROMOTED
@@ -102,8 +104,10 @@ class Evaluation:
         iteration_time_s: of the whole job, by the event recurrence over all kinds.
         deadline_s: the deadline the plan was held to; None if none was given.
         peak_memory_bytes: largest over the device kinds.
-        perturbation: objective (0), sum over kinds of n_r a_r^2 times the kind's sum.
+        perturbation: objective (0), sum over kinds of n_r a_r^2 times the kind's sum, and
+            over buckets of what sending them in fewer bits adds.
         devices: the parts, by device kind.
+        communication_perturbation: the buckets' part of the perturbation.
     """
 
     feasible: bool
@@ -113,6 +117,7 @@ class Evaluation:
     peak_memory_bytes: int
     perturbation: float
     devices: Mapping[str, DeviceEvaluation]
+    communication_perturbation: float = 0.0
 
 
 def evaluate(
@@ -129,20 +134,32 @@ def evaluate(
 
     Raises:
         PlanError: the plan is for another problem, or misses or invents an operator, or uses
-            a precision that the operator does not have.
+            a precision that the operator does not have, or bits that a bucket does not have.
         ParameterError: the deadline is not a positive number.
     """
     deadline = problem.deadline_s if deadline_s is None else deadline_s
     if deadline is not None and not (np.isfinite(deadline) and deadline > 0):
         raise ParameterError("deadline_s", "must be a finite number > 0", deadline)
     columns = plan_columns(problem, plan)
-    return evaluate_columns(problem, columns, deadline)
+    return evaluate_columns(problem, columns, deadline, plan.communication)
 
 
 def evaluate_columns(
-    problem: AllocationProblem, columns: list[IntArray], deadline_s: float | None
+    problem: AllocationProblem,
+    columns: list[IntArray],
+    deadline_s: float | None,
+    bits: Sequence[int] = (),
 ) -> Evaluation:
-    """`evaluate` for a plan given as precision columns, one array [N] per device kind."""
+    """`evaluate` for a plan given as precision columns, one array [N] per device kind.
+
+    Args:
+        problem: the problem.
+        columns: the plan.
+        deadline_s: see `evaluate`.
+        bits: in which every bucket is sent, [K]; empty for 32.
+    """
+    sent = problem.bits_perturbation(bits) if problem.has_codes else 0.0
+    problem = problem.at_bits(bits)
     devices = {}
     violations: list[Violation] = []
     for device, column in zip(problem.devices, columns, strict=True):
@@ -180,13 +197,18 @@ def evaluate_columns(
         peak_memory_bytes=max(part.peak_memory_bytes for part in devices.values()),
         perturbation=sum(
             problem.weight(device) * devices[device.name].perturbation for device in problem.devices
-        ),
+        )
+        + sent,
         devices=MappingProxyType(devices),
+        communication_perturbation=sent,
     )
 
 
 def plan_columns(problem: AllocationProblem, plan: PrecisionPlan) -> list[IntArray]:
-    """A plan as precision columns, one array [N] per device kind; see `evaluate` for errors."""
+    """A plan as precision columns, one array [N] per device kind; see `evaluate` for errors.
+
+    Its bits are checked too, and stay with the plan (`PrecisionPlan.communication`).
+    """
     if plan.problem != problem.sha256:
         raise PlanError(
             "problem",
@@ -220,17 +242,29 @@ def plan_columns(problem: AllocationProblem, plan: PrecisionPlan) -> list[IntArr
                 raise PlanError(f"{where}.{operator.name}", rule, precision.value)
             column[index] = column_of[precision]
         result.append(column)
+    if plan.communication:
+        chosen(problem.buckets, plan.communication)
     return result
 
 
-def plan_from_columns(problem: AllocationProblem, columns: list[IntArray]) -> PrecisionPlan:
-    """The plan that gives operator o of kind r the precision `precisions[columns[r][o]]`."""
+def plan_from_columns(
+    problem: AllocationProblem, columns: list[IntArray], bits: Sequence[int] = ()
+) -> PrecisionPlan:
+    """The plan that gives operator o of kind r the precision `precisions[columns[r][o]]`.
+
+    Args:
+        problem: the problem.
+        columns: [N] per device kind.
+        bits: in which every bucket is sent, [K]; empty for 32.
+    """
     devices = {}
     for device, column in zip(problem.devices, columns, strict=True):
         picks = (problem.precisions[index] for index in column.tolist())
         names = (operator.name for operator in problem.operators)
         devices[device.name] = dict(zip(names, picks, strict=True))
-    return PrecisionPlan(problem=problem.sha256, devices=devices)
+    return PrecisionPlan(
+        problem=problem.sha256, devices=devices, communication=tuple(map(int, bits))
+    )
 
 
 def first_operators(problem: AllocationProblem) -> IntArray:

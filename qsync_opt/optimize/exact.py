@@ -28,13 +28,14 @@ import numpy as np
 
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
 from qsync_opt.optimize.branching import split_options
+from qsync_opt.optimize.climb import Climb, Point
 from qsync_opt.optimize.cores import FLOW, CoreSearch
 from qsync_opt.optimize.cuts import TimeCut
 from qsync_opt.optimize.evaluate import allowed_columns
 from qsync_opt.optimize.factors import FactorGraph
 from qsync_opt.optimize.incumbent import Incumbent
 from qsync_opt.optimize.interrupter import Interrupter
-from qsync_opt.optimize.lagrangian import Climb, Lagrangian, Point
+from qsync_opt.optimize.lagrangian import Lagrangian
 from qsync_opt.optimize.moves import worthwhile
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.optimize.proof import ROUNDING, KindSolution, Proof
@@ -237,7 +238,8 @@ class KindSolver:
             if bound is not None:
                 done = min(done, max(bound, value))
                 continue
-            for side in split_options(lagrangian, climb.best, least, self._proof.target, value):
+            split = split_options(lagrangian, climb.best, least, self._proof.target, value)
+            for side in split.sides:
                 there = closed + side
                 child = self._climb_from(lagrangian, climb, there)
                 if not child.impossible:

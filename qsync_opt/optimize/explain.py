@@ -10,7 +10,9 @@ per device kind (design, section 4, item 6), so each kind is explained on its ow
 
 (a) is found by propagation and search, without a solver; (b) and (c) are refused by arithmetic
 where the lower bounds of `floors` exceed the limit; the exact minimum, and (d), take a small
-program per kind. Every number is that of a plan judged by `evaluate`.
+program per kind. Every number is that of a plan judged by `evaluate`. Where buckets have
+codes, each is sent in the bits in which it is reduced soonest: no other bits allow a plan
+that these do not.
 """
 
 from __future__ import annotations
@@ -62,8 +64,9 @@ def explain(
     causes: list[Cause] = []
     unknown: list[str] = []
     columns: list[IntArray] = []
+    soonest = problem.at_bits(problem.fastest_bits)
     for device in problem.devices:
-        found = _explain_kind(problem, device, parameters)
+        found = _explain_kind(soonest, device, parameters)
         causes += found.causes
         if found.column is not None:
             columns.append(found.column)
@@ -73,7 +76,7 @@ def explain(
     return Explanation(
         feasible=feasible,
         causes=tuple(causes),
-        plan=plan_from_columns(problem, columns) if feasible else None,
+        plan=plan_from_columns(problem, columns, problem.fastest_bits) if feasible else None,
         unknown=tuple(unknown),
         text=describe(problem, causes, unknown),
     )

@@ -10,8 +10,9 @@ import numpy as np
 
 from qsync_opt.errors import FormatError, ParameterError, PlanError
 from qsync_opt.optimize.arrays import FloatArray, IntArray
+from qsync_opt.optimize.bit_columns import BitColumns
 from qsync_opt.optimize.evaluate import plan_columns, plan_from_columns
-from qsync_opt.optimize.formulation import formulate
+from qsync_opt.optimize.formulation import Formulation, formulate, refuse_alone
 from qsync_opt.optimize.mps import write_linear_program
 from qsync_opt.optimize.mps_names import MpsNames, ProgramOrigin, generic_name, names_of, read_text
 from qsync_opt.optimize.mps_solution import read_solution
@@ -33,22 +34,26 @@ def write_mps(
 
     The objective is objective (0), sum_r n_r a_r^2 sum_o w[r, o, p] x[r, o, p]; with `device`
     it is that kind's perturbation, not weighted. Every kind is held to the deadline. Where
+    buckets have codes, their bits are columns too, which all kinds share. Where
     perturbations are small, a solver's absolute tolerances hide part of them: HiGHS at 1e-6
     was seen 3e-4 above an optimum of 0.001. The comments in the file name the options to set.
 
     Args:
         problem: the problem.
         path: ends in `.mps` or `.mps.gz`.
-        device: a device kind to write alone; None writes all kinds jointly.
+        device: a device kind to write alone; None writes all kinds jointly. Where buckets have
+            codes, fix the bits first (`AllocationProblem.at_bits`).
         deadline_s: iteration time to hold every kind to. By default the problem's own; where
             that gives a slack instead, the fastest feasible time is solved for first.
 
     Raises:
-        ParameterError: unknown device, a deadline that is not a positive number, or another
-            suffix.
+        ParameterError: unknown device, one kind alone where buckets have codes, a deadline
+            that is not a positive number, or another suffix.
         InfeasibleError: the deadline had to be found, and no plan fits the memory.
         FormatError: the path cannot be written.
     """
+    if device is not None and problem.has_codes:
+        refuse_alone(device)
     deadline = problem.deadline_s if deadline_s is None else deadline_s
     if deadline is None:
         # Solving needs OR-Tools; a problem that states its deadline is exported without it.
@@ -123,15 +128,17 @@ def read_mps_solution(
     if base_plan is not None:
         columns = plan_columns(problem, base_plan)
     values = read_solution(solution_path, columns=len(names.columns), rows=len(names.rows)).values
-    for index, choices in _choices(problem, names, str(target)):
+    formulation = _exported(problem, names, str(target))
+    for index, choices in formulation.choices:
         columns[index] = _decided(problem, index, choices, values, str(solution_path))
-    return plan_from_columns(problem, columns)
+    bits: tuple[int, ...] = () if base_plan is None else base_plan.communication
+    if formulation.sent is not None:
+        bits = _decided_bits(formulation.sent, values, str(solution_path))
+    return plan_from_columns(problem, columns, bits)
 
 
-def _choices(
-    problem: AllocationProblem, names: MpsNames, where: str
-) -> tuple[tuple[int, IntArray], ...]:
-    """The columns x of the exported program, after checking that it is still the same one."""
+def _exported(problem: AllocationProblem, names: MpsNames, where: str) -> Formulation:
+    """The exported program, after checking that it is still the same one."""
     origin = names.origin
     formulation = formulate(problem, deadline_s=origin.deadline_s, device=origin.device)
     if formulation.program.column_names != names.columns:
@@ -141,7 +148,23 @@ def _choices(
             f"{len(names.columns)} columns",
             "Export the problem again with this release",
         )
-    return formulation.choices
+    return formulation
+
+
+def _decided_bits(sent: BitColumns, values: FloatArray, where: str) -> tuple[int, ...]:
+    """The bits of every bucket, one column of which is at 1, [K]."""
+    bits = []
+    for bucket, columns in enumerate(sent.columns):
+        x = values[columns]
+        if np.abs(x - np.rint(x)).max() > INTEGER_TOLERANCE or np.rint(x).sum() != 1:
+            raise FormatError(
+                f"{where}: bits of bucket {bucket}",
+                f"must have exactly one column at 1, all within {INTEGER_TOLERANCE} of 0 or 1",
+                x.tolist(),
+                "The file may be cut short, or be of a relaxation",
+            )
+        bits.append(sent.bits[bucket][int(x.argmax())])
+    return tuple(bits)
 
 
 def _decided(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,11 +13,13 @@ from qsync_opt.optimize.evaluate import evaluate_device, follower_columns
 from qsync_opt.optimize.problem import (
     AllocationProblem,
     Bucket,
+    BucketCode,
     CastTensors,
     DeviceKind,
     Operator,
     SavedTensors,
 )
+from qsync_opt.plan import CODE_BITS, FULL_BITS
 from qsync_opt.precision import Precision
 
 #: The precisions of a problem with P of them are the first P, in the order of the enum.
@@ -48,6 +51,8 @@ _RELATIVE_NOISE = {
     Precision.INT8: 4.0**2,
 }
 _CAST_SECONDS_PER_BYTE = 1 / 300e9  # a T4-class memory system
+#: Time of coding a bucket, relative to its all-reduce in 32 bits.
+_CODING = 0.05
 _GRAPHS = ("branching", "chain")
 _COSTS = ("independent", "correlated", "inverse")
 
@@ -118,6 +123,7 @@ def generate_problem(
     graph: str = "branching",
     costs: str = "independent",
     buckets: int = 8,
+    communication: Sequence[int] = (),
 ) -> AllocationProblem:
     """A random allocation problem, the same for the same arguments on every machine.
 
@@ -133,6 +139,9 @@ def generate_problem(
         costs: `independent`; `correlated` (the more time a precision saves, the more it
             perturbs: the hard kind of knapsack); `inverse` (the opposite).
         buckets: K.
+        communication: fewer bits than 32 that every bucket can be sent in. Times go by bits,
+            with a twentieth of 32 bits for coding, and variances by 1 / (2^bits - 1)^2: in all
+            at 8 bits a tenth of what all operators add at the precision that perturbs most.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -185,7 +194,39 @@ def generate_problem(
         ),
         devices=tuple(kinds),
     )
+    if communication:
+        problem = _with_codes(problem, communication, seed)
     return _with_budgets(problem, tightness)
+
+
+def _with_codes(
+    problem: AllocationProblem, communication: Sequence[int], seed: int
+) -> AllocationProblem:
+    least, most = CODE_BITS
+    for bits in communication:
+        if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= most:
+            rule = f"must be whole numbers from {least} to {most}"
+            raise ParameterError("communication", rule, bits)
+    counts = sorted(set(communication), reverse=True)
+    most_variance = sum(
+        problem.weight(device) * float(device.perturbation.max(axis=1).sum())
+        for device in problem.devices
+    )
+    rng = np.random.default_rng([seed, len(problem.buckets)])  # leaves the other numbers alone
+    buckets = []
+    for bucket in problem.buckets:
+        variance = 0.1 * most_variance / len(problem.buckets) * rng.uniform(0.5, 1.5)
+        codes = tuple(
+            BucketCode(
+                bits=bits,
+                all_reduce_s=bucket.all_reduce_s * (bits / FULL_BITS + _CODING),
+                perturbation=variance * (255.0 / (2**bits - 1)) ** 2,
+            )
+            for bits in counts
+        )
+        buckets.append(replace(bucket, codes=codes))
+    provenance = problem.provenance.replace("); not", f", communication={tuple(counts)}); not")
+    return replace(problem, buckets=tuple(buckets), provenance=provenance)
 
 
 def _bucketed(shape: _Graph, buckets: int) -> list[Operator]:
@@ -303,9 +344,10 @@ def _saved(shape: _Graph, names: list[Precision], sizes: FloatArray) -> SavedTen
 def _with_budgets(problem: AllocationProblem, tightness: float) -> AllocationProblem:
     """Memory per kind and the deadline, between the fastest options and all-fp32."""
     kinds, deadline_s = [], 0.0
+    soonest = problem.at_bits(problem.fastest_bits)
     for device in problem.devices:
         total = np.where(device.available, device.forward_s + device.backward_s, np.inf)
-        fast = _evaluated(problem, device, total.argmin(axis=1))
+        fast = _evaluated(soonest, device, total.argmin(axis=1))
         full = _evaluated(problem, device, np.zeros(len(problem.operators), dtype=np.int64))
         least, most = fast.peak_memory_bytes, full.peak_memory_bytes
         budget = least + int(tightness * max(most - least, 0))

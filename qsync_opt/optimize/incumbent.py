@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from qsync_opt.optimize.arrays import IntArray
 from qsync_opt.optimize.cuts import TimeCut, lengths_s
@@ -14,6 +15,30 @@ from qsync_opt.optimize.evaluate import (
     evaluate_device,
 )
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
+
+
+class Best(Protocol):
+    """What a search offers its plans to, and asks for the best of them.
+
+    Attributes:
+        deadline_s: iteration time to keep; None where the iteration time is the objective.
+        column: the best plan, an array of which only the incumbent knows the meaning.
+        objective: of that plan; infinite before the first.
+    """
+
+    deadline_s: float | None
+    column: IntArray | None
+    objective: float
+
+    @property
+    def name(self) -> str:
+        """Of what is solved, for messages."""
+
+    def offer(self, column: IntArray) -> bool:
+        """Take a plan if it is feasible and better; says whether it was."""
+
+    def keeps(self, column: IntArray) -> bool:
+        """Whether a plan keeps every budget."""
 
 
 @dataclass(kw_only=True)
@@ -38,6 +63,11 @@ class Incumbent:
     column: IntArray | None = field(default=None, repr=False)
     objective: float = math.inf
     _time_s: float = math.inf
+
+    @property
+    def name(self) -> str:
+        """Of the kind, for messages."""
+        return self.device.name
 
     def offer(self, column: IntArray) -> bool:
         """Take a plan if it is feasible and better; says whether it was."""

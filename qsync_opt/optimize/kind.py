@@ -89,6 +89,7 @@ class KindJob:
         parameters: see `SolveParameters`.
         hints: plans to start from, precision columns [N] each.
         limits: when to stop.
+        recovers: whether the exact method starts from greedy's plan beside the hints.
 
     Attributes:
         fastest: the plan of least iteration time; None before it was looked for.
@@ -110,10 +111,12 @@ class KindJob:
         parameters: SolveParameters,
         hints: Sequence[IntArray],
         limits: Limits,
+        recovers: bool = True,
     ) -> None:
         self._problem, self.device, self.members = problem, device, tuple(members)
         self._method, self._parameters = method, parameters
         self._hints, self._limits = hints, limits
+        self._recovers = recovers and not parameters.plain
         self.fastest: KindSolution | None = None
         self.solution: KindSolution | None = None
         self.solve_s = 0.0
@@ -323,7 +326,7 @@ class KindJob:
         began = time.perf_counter()
         # Exact is never worse than greedy because greedy's plan is where it starts; a plain
         # program has no use for a start, nor the time for one.
-        greedy = None if self._parameters.plain else self.greedy(deadline_s)
+        greedy = self.greedy(deadline_s) if self._recovers else None
         greedy_s = time.perf_counter() - began
         if greedy is not None:
             starts.append(greedy)

@@ -6,10 +6,7 @@ With prices mu_k >= 0 on the time rows and nu_i >= 0 on the memory points,
                                              + sum_i nu_i (bytes_i - budget)
 
 is a lower bound of the optimum for every choice of prices (Geoffrion, 1974), and the minimum
-is found exactly by elimination. L is concave and piecewise linear; each run gives its value,
-a slope (by how much the minimising plan breaks each row) and a plan. `maximise` climbs it by
-cutting planes inside a box around the best prices so far (Marsten, Hogan and Blankenship,
-1975), adding a row only once a plan breaks it.
+is found exactly by elimination. The best prices are climbed to as in `climb`.
 
 With `objective="time"` the time itself is minimised: the rows' prices then sum to one and
 limits are the constant parts of the rows.
@@ -18,64 +15,22 @@ limits are the constant parts of the rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from qsync_opt.optimize.arrays import FloatArray, IntArray
-from qsync_opt.optimize.backends import solve_linear
+from qsync_opt.optimize.climb import Point, PriceClimb
 from qsync_opt.optimize.cuts import TimeCut
 from qsync_opt.optimize.evaluate import TIME_TOLERANCE
 from qsync_opt.optimize.factors import FactorGraph, Tables, entries
-from qsync_opt.optimize.linear import LazyNames, ProgramBuilder
 from qsync_opt.optimize.rows import memory_points, time_rows
-
-_MOST_ROUNDS = 300
 
 #: Relative error of a sum over the tables: elimination adds in a tree, about 2 log2(N) deep.
 _ROUNDING = 1e-14
 
-#: A promised gain of this fraction is none.
-_NEGLIGIBLE = 1e-13
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Point:
-    """One evaluation of the Lagrangian.
-
-    Attributes:
-        prices: per row (time rows, then memory points), per unit of the row's scale, [R].
-        value: L at these prices: a lower bound of the optimum.
-        objective: of the minimising plan (0 where time is the objective).
-        excess: row value minus limit, in units of the row's scale, of that plan, [R].
-        options: option of every variable, copies included.
-    """
-
-    prices: FloatArray
-    value: float
-    objective: float
-    excess: FloatArray
-    options: IntArray
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Climb:
-    """What a climb found.
-
-    Attributes:
-        best: the best point.
-        points: every point, the known ones first.
-        impossible: whether no plan keeps all limits: the Lagrangian exceeds every objective
-            there is, so it has no finite maximum.
-    """
-
-    best: Point
-    points: list[Point]
-    impossible: bool
-
-
-class Lagrangian:
+class Lagrangian(PriceClimb):
     """The Lagrangian of one device kind; see the module.
 
     Args:
@@ -92,6 +47,7 @@ class Lagrangian:
         cut_cells: what each cell of the elimination adds to each cut, seconds, [cuts, cells].
         points: operators whose program point is a memory row, ascending.
         scale: unit of each row's price: the deadline, or the memory budget, [R].
+        reference: by how much the objective can vary, or no plan's time exceeds.
     """
 
     def __init__(
@@ -131,7 +87,7 @@ class Lagrangian:
         self.scale = np.concatenate(
             [np.full(len(past), time_scale), np.full(len(self.points), max(budget, 1.0))]
         )
-        self._reference = self._spread() if deadline_s is not None else self._longest(past)
+        self.reference = self._spread() if deadline_s is not None else self._longest(past)
         self._lay_out()
 
     def _longest(self, past: FloatArray) -> float:
@@ -326,104 +282,10 @@ class Lagrangian:
                     return False
         return True
 
-    # -- maximisation ----------------------------------------------------------------------
-
-    def maximise(
-        self,
-        *,
-        tolerance: float,
-        visit: Callable[[Point], bool],
-        enough: Callable[[float], bool],
-        start: FloatArray | None = None,
-        known: Sequence[Point] = (),
-        closed: FloatArray | None = None,
-        rounds: int = _MOST_ROUNDS,
-    ) -> Climb:
-        """Climb to the best prices.
-
-        Args:
-            tolerance: stop when the cutting planes leave at most this fraction to gain.
-            visit: called with every point; True stops the climb.
-            enough: called with the best value so far; True stops the climb.
-            start: prices to start from.
-            known: points whose plans are allowed here; their planes are used from the start.
-            closed: options that may not be taken, as for `evaluate`.
-            rounds: most points evaluated.
-        """
-        if start is None:
-            start = np.zeros(len(self.limit))
-            if self.deadline_s is None:
-                start[self.time_rows - 1] = 1.0
-        best = point = self.evaluate(start, closed)
-        if not math.isfinite(point.value):
-            return Climb(best=point, points=[], impossible=True)
-        points = [*known, point]
-        used = (point.excess > 0) | (start > 0)
+    def ceiling(self) -> float:
+        """What no objective exceeds."""
         if self.deadline_s is None:
-            used[: self.time_rows] = True
-        reach = (0.05 if not known else 0.01) * self._reference
-        ceiling = self._reference * (1 + 1e-6) + (0 if self.deadline_s is None else self._low())
-        stalled = False
-        for _ in range(rounds):
-            if visit(point) or enough(best.value) or stalled or not used.any():
-                break
-            prices, promise, at_edge = self._climb(points, best, used, reach)
-            gain = promise - best.value
-            if not at_edge and gain <= tolerance * max(abs(best.value), 1e-300):
-                break
-            point = self.evaluate(prices, closed)
-            points.append(point)
-            fresh = (point.excess > 0) & ~used
-            used |= fresh
-            if point.value > best.value:
-                if at_edge:
-                    reach *= 4.0
-                best = point
-                if best.value > ceiling:
-                    return Climb(best=best, points=points, impossible=True)
-            elif not fresh.any():
-                reach *= 0.5
-            smallest = _NEGLIGIBLE * max(abs(best.value), abs(promise), 1e-300)
-            stalled = gain <= smallest and not fresh.any()
-        else:
-            visit(point)
-        return Climb(best=best, points=points, impossible=False)
-
-    def _low(self) -> float:
+            return self.reference * (1 + 1e-6)
         live = self.graph.column_of >= 0
-        return float(np.where(live, self.graph.perturbation, np.inf).min(axis=1).sum())
-
-    def _climb(
-        self, points: list[Point], best: Point, used: np.ndarray, reach: float
-    ) -> tuple[FloatArray, float, bool]:
-        """Maximise the cutting planes within `reach` of the best prices, over the used rows.
-
-        Returns:
-            The prices, the planes' value there, and whether they lie on the box's edge.
-        """
-        rows = np.flatnonzero(used)
-        center = best.prices[rows]
-        low, high = np.maximum(center - reach, 0.0), center + reach
-        builder = ProgramBuilder("cutting planes", named=False)
-        unit = self._reference
-        price = builder.add_columns(LazyNames(len(rows), list), lower=low / unit, upper=high / unit)
-        value = builder.add_columns(LazyNames(1, list), objective=-1.0, lower=-np.inf, upper=np.inf)
-        # value <= objective + sum prices x excess, for every plan seen.
-        excess = np.array([point.excess[rows] for point in points])
-        right = np.array([point.objective for point in points]) / unit
-        plane = builder.add_rows(LazyNames(len(points), list), lower=-np.inf, upper=right)
-        builder.add_entries(plane, np.broadcast_to(value, plane.shape), 1.0)
-        builder.add_entries(
-            np.repeat(plane, len(rows)), np.tile(price, len(points)), -excess.ravel()
-        )
-        if self.deadline_s is None:
-            one = builder.add_rows(LazyNames(1, list), lower=1.0 / unit, upper=1.0 / unit)
-            time = rows < self.time_rows
-            builder.add_entries(np.repeat(one, int(time.sum())), price[time], 1.0)
-        x = solve_linear(builder.build())
-        prices = np.zeros(len(used))
-        prices[rows] = np.maximum(x[price], 0.0) * unit
-        if self.deadline_s is None:  # at the solver's tolerance the bound would be too high
-            prices[: self.time_rows] /= prices[: self.time_rows].sum()
-        edge = (prices[rows] >= high * (1 - 1e-9)) | ((prices[rows] <= low) & (low > 0))
-        return prices, float(x[value][0]) * unit, bool(edge.any())
+        least = np.where(live, self.graph.perturbation, np.inf).min(axis=1).sum()
+        return self.reference * (1 + 1e-6) + float(least)

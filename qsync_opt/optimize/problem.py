@@ -11,6 +11,7 @@ Units: times in float seconds (`_s`), memory in whole bytes (`_bytes`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,6 +34,9 @@ from qsync_opt.optimize.arrays import (
     ragged,
     whole_number,
 )
+from qsync_opt.optimize.buckets import Bucket as Bucket
+from qsync_opt.optimize.buckets import BucketCode as BucketCode
+from qsync_opt.optimize.buckets import chosen
 from qsync_opt.optimize.canonical import problem_sha256
 from qsync_opt.precision import Precision
 
@@ -62,19 +66,6 @@ class Operator:
     def __post_init__(self) -> None:
         if isinstance(self.follows, list):
             object.__setattr__(self, "follows", tuple(self.follows))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bucket:
-    """A gradient bucket of DDP, in launch order.
-
-    Attributes:
-        all_reduce_s: time of its all-reduce once every rank is ready.
-        size_bytes: bytes of gradient in it.
-    """
-
-    all_reduce_s: float
-    size_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -310,6 +301,8 @@ class AllocationProblem:
             put(self, name, _precisions(getattr(self, name), name))
         put(self, "operators", _members(self.operators, Operator, "operators"))
         put(self, "buckets", _members(self.buckets, Bucket, "buckets"))
+        for index, bucket in enumerate(self.buckets):
+            _members(bucket.codes, BucketCode, f"buckets[{index}].codes")
         put(self, "devices", _members(self.devices, DeviceKind, "devices"))
         groups = enumerate(_sequence(self.groups, "groups"))
         put(self, "groups", tuple(_sequence(group, f"groups[{i}]") for i, group in groups))
@@ -332,6 +325,50 @@ class AllocationProblem:
     def device_index(self) -> Mapping[str, int]:
         """Device kind -> index."""
         return MappingProxyType({kind.name: index for index, kind in enumerate(self.devices)})
+
+    @cached_property
+    def has_codes(self) -> bool:
+        """Whether the bits of some bucket are a decision."""
+        return any(bucket.codes for bucket in self.buckets)
+
+    @cached_property
+    def fastest_bits(self) -> tuple[int, ...]:
+        """Bits of every bucket in which it is reduced soonest, more bits among equals, [K]."""
+        return tuple(min(b.choices, key=lambda c: c.all_reduce_s).bits for b in self.buckets)
+
+    def at_bits(self, bits: Sequence[int]) -> AllocationProblem:
+        """The problem in which every bucket is sent in given bits: no codes, constant times.
+
+        What the codes add to the variance is no part of it (`bits_perturbation`), and its
+        plans are not plans of this problem: their hashes differ.
+
+        Args:
+            bits: of every bucket in launch order; empty for 32 bits everywhere.
+
+        Raises:
+            PlanError: another number of buckets, or bits that a bucket does not have.
+        """
+        if not (self.has_codes or len(bits)):
+            return self
+        picks = chosen(self.buckets, bits)
+        if not self.has_codes:
+            return self
+        fixed = (
+            Bucket(all_reduce_s=code.all_reduce_s, size_bytes=bucket.size_bytes)
+            for bucket, code in zip(self.buckets, picks, strict=True)
+        )
+        return replace(self, buckets=tuple(fixed))
+
+    def bits_perturbation(self, bits: Sequence[int]) -> float:
+        """Variance that sending in given bits adds to the averaged gradient, with weight 1.
+
+        Args:
+            bits: of every bucket in launch order; empty for 32 bits everywhere.
+
+        Raises:
+            PlanError: another number of buckets, or bits that a bucket does not have.
+        """
+        return math.fsum(code.perturbation for code in chosen(self.buckets, bits))
 
     def weight(self, device: DeviceKind) -> float:
         """n_r a_r^2: what one unit of this kind's perturbation adds to the objective.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from qsync_opt.optimize.arrays import IntArray
-from qsync_opt.optimize.incumbent import Incumbent
+from qsync_opt.optimize.incumbent import Best
 from qsync_opt.optimize.result import SolveStatus
 
 #: Rounding of sums of floats, relative: bounds this close count as equal.
@@ -33,8 +34,11 @@ class KindSolution:
     statistics: dict[str, float] = field(default_factory=dict)
 
 
-class Proof:
-    """What is known of one device kind, and whether that is enough.
+B = TypeVar("B", bound=Best)
+
+
+class Proof(Generic[B]):
+    """What is known of one device kind (or of all together), and whether that is enough.
 
     Args:
         incumbent: takes the plans.
@@ -52,7 +56,7 @@ class Proof:
 
     def __init__(
         self,
-        incumbent: Incumbent,
+        incumbent: B,
         *,
         relative_gap: float,
         time_left: Callable[[], float | None],

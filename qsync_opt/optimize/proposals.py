@@ -17,7 +17,7 @@ from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
 from qsync_opt.optimize.backends import solve_program
 from qsync_opt.optimize.core import Core
 from qsync_opt.optimize.formulation import formulate
-from qsync_opt.optimize.incumbent import Incumbent
+from qsync_opt.optimize.incumbent import Best, Incumbent
 from qsync_opt.optimize.interrupter import Interrupter
 from qsync_opt.optimize.linear import LinearProgram, without_plan
 
@@ -100,9 +100,7 @@ class BackEnd:
     count: Callable[[str], None]
     interrupter: Interrupter | None
 
-    def solve(
-        self, built: Program, incumbent: Incumbent, *, bound: float, threshold: float
-    ) -> float:
+    def solve(self, built: Program, incumbent: Best, *, bound: float, threshold: float) -> float:
         """Solve a program, and offer what the solver proposes.
 
         Args:
@@ -148,6 +146,6 @@ class BackEnd:
             program = without_plan(program, chosen)
         raise SolverUnavailableError(
             self.solver,
-            f"proposed {_MOST_CUTS} plans for {incumbent.device.name} that break a budget",
+            f"proposed {_MOST_CUTS} plans for {incumbent.name} that break a budget",
             "Choose another with SolveParameters(solver=...)",
         )

@@ -116,10 +116,11 @@ def solve_again(
         for name, precision in row.items()
     )
     old = "impossible" if before is None else f"{before:.4g}"
+    bits = "" if found.communication == plan.communication else ", and the bits of gradients"
     return Answer(
         plan=found,
         told=f"a new plan: perturbation {old} -> {result.objective:.4g},"
-        f" {changed} precisions changed ({seconds})",
+        f" {changed} precisions changed{bits} ({seconds})",
     )
 
 

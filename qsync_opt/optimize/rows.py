@@ -19,11 +19,13 @@ class TimeRow:
         name: `compute`, or `bucket k`.
         first_operator: lowest operator whose backward counts.
         tail_s: all-reduce time from this bucket on.
+        bucket: the bucket; -1 for `compute`.
     """
 
     name: str
     first_operator: int
     tail_s: float
+    bucket: int = -1
 
 
 def time_rows(problem: AllocationProblem) -> tuple[TimeRow, ...]:
@@ -37,7 +39,9 @@ def time_rows(problem: AllocationProblem) -> tuple[TimeRow, ...]:
     tails, first = tails_s(problem), first_operators(problem)
     for k in range(len(problem.buckets)):
         rows.append(
-            TimeRow(name=f"bucket {k}", first_operator=int(first[k]), tail_s=float(tails[k]))
+            TimeRow(
+                name=f"bucket {k}", first_operator=int(first[k]), tail_s=float(tails[k]), bucket=k
+            )
         )
     # Longest tail first; among equals the one that contains the others.
     rows.sort(key=lambda row: (-row.tail_s, row.first_operator, row.name))
@@ -46,6 +50,22 @@ def time_rows(problem: AllocationProblem) -> tuple[TimeRow, ...]:
         if not kept or row.first_operator < kept[-1].first_operator:
             kept.append(row)
     return tuple(kept)
+
+
+def launch_rows(problem: AllocationProblem) -> tuple[TimeRow, ...]:
+    """The rows that no other row implies whatever the bits of the buckets, without their tails.
+
+    A bucket that is ready no later than one launched before it waits for that one's reduction:
+    its row has the shorter tail at any bits. The rows come by falling `first_operator`.
+    """
+    rows, lowest = [], len(problem.operators) + 1
+    for k, first in enumerate(first_operators(problem).tolist()):
+        if first < lowest:
+            rows.append(TimeRow(name=f"bucket {k}", first_operator=first, tail_s=0.0, bucket=k))
+            lowest = first
+    if lowest > 0:
+        rows.append(TimeRow(name="compute", first_operator=0, tail_s=0.0))
+    return tuple(rows)
 
 
 def first_savers(device: DeviceKind) -> IntArray:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from qsync_opt.optimize.lagrangian import Lagrangian, Point
+from qsync_opt.optimize.climb import Point
+from qsync_opt.optimize.incumbent import Incumbent
+from qsync_opt.optimize.lagrangian import Lagrangian
 from qsync_opt.optimize.moves import exchanged
 from qsync_opt.optimize.polish import improve_columns
 from qsync_opt.optimize.proof import Proof
@@ -18,7 +20,7 @@ _EXCHANGE_FROM = 1_500
 _RAISES = 8
 
 
-def raise_prices(proof: Proof, lagrangian: Lagrangian, point: Point) -> None:
+def raise_prices(proof: Proof[Incumbent], lagrangian: Lagrangian, point: Point) -> None:
     """Bisect for the smallest factor on the prices whose plan is feasible."""
     if proof.deadline_s is None or not point.prices.any() or proof.is_closed:
         return
@@ -37,7 +39,7 @@ def raise_prices(proof: Proof, lagrangian: Lagrangian, point: Point) -> None:
                 return
 
 
-def polish(proof: Proof) -> None:
+def polish(proof: Proof[Incumbent]) -> None:
     """Polish the incumbent by moves that are evaluated one by one."""
     found = proof.incumbent
     if found.column is None or proof.deadline_s is None or proof.is_closed:
@@ -49,7 +51,7 @@ def polish(proof: Proof) -> None:
         proof.incumbent.offer(column)
 
 
-def exchange_options(proof: Proof, lagrangian: Lagrangian, point: Point) -> None:
+def exchange_options(proof: Proof[Incumbent], lagrangian: Lagrangian, point: Point) -> None:
     """Exchange one option or two of the incumbent for as long as that helps."""
     few = len(lagrangian.graph.allowed) < _EXCHANGE_FROM
     if proof.deadline_s is None or few or not lagrangian.exact:

@@ -17,10 +17,11 @@ import numpy as np
 from qsync_opt.errors import ProblemError
 from qsync_opt.optimize.arrays import finite_number, whole_number
 from qsync_opt.optimize.device_validation import validate_device
+from qsync_opt.plan import CODE_BITS, FULL_BITS
 from qsync_opt.precision import HANDED_ON, Precision
 
 if TYPE_CHECKING:
-    from qsync_opt.optimize.problem import AllocationProblem, Operator
+    from qsync_opt.optimize.problem import AllocationProblem, Bucket, Operator
 
 #: Batch shares are decimal fractions in files; their sum is allowed this rounding error.
 SHARE_TOLERANCE = 1e-9
@@ -129,6 +130,28 @@ def _validate_buckets(problem: AllocationProblem) -> None:
     for index, bucket in enumerate(problem.buckets):
         finite_number(bucket.all_reduce_s, f"buckets[{index}].all_reduce_s")
         whole_number(bucket.size_bytes, f"buckets[{index}].bytes", least=0)
+        _validate_codes(bucket, f"buckets[{index}].codes")
+    total = sum(max((c.perturbation for c in b.codes), default=0.0) for b in problem.buckets)
+    if not math.isfinite(total):
+        rule = "must sum to a number that a double can hold (below 1.8e308) over the buckets"
+        raise ProblemError("buckets[*].codes[*].perturbation", rule, total)
+
+
+def _validate_codes(bucket: Bucket, where: str) -> None:
+    least, most = CODE_BITS
+    before = FULL_BITS
+    for index, code in enumerate(bucket.codes):
+        field = f"{where}[{index}].bits"
+        whole = isinstance(code.bits, (int, np.integer)) and not isinstance(code.bits, bool)
+        if not whole or not least <= code.bits <= most:
+            rule = f"must be a whole number from {least} to {most}"
+            raise ProblemError(field, rule, code.bits)
+        if code.bits >= before:
+            rule = f"must be below the bits before it ({before})"
+            raise ProblemError(field, rule, code.bits, "Give each once, most bits first")
+        before = code.bits
+        for name in ("all_reduce_s", "perturbation"):
+            finite_number(getattr(code, name), f"{where}[{index}].{name}")
 
 
 def _validate_pace(problem: AllocationProblem) -> None:

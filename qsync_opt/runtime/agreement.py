@@ -35,13 +35,15 @@ def plan_sha256(plan: PrecisionPlan | None) -> str:
     """SHA-256 of a plan: equal for equal plans, whatever the order of their names."""
     if plan is None:
         return "none"
-    content = {
+    content: dict[str, Any] = {
         "problem": plan.problem,
         "devices": {
             kind: {name: str(precision) for name, precision in row.items()}
             for kind, row in plan.devices.items()
         },
     }
+    if plan.communication:
+        content["communication"] = plan.communication
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -15,11 +15,14 @@ from qsync_opt.runtime import fp32
 from qsync_opt.runtime.fp32 import Window, as_dtype
 
 
+_NOTHING = nullcontext()
+
+
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """A context in which autocast is off: the precision of the plan wins."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    return _NOTHING
 
 
 def matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, tf32: bool = False) -> Tensor:
@@ -50,9 +53,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, tf32: bool = False
         bias: [N] or None.
         tf32: for fp32 operands: multiply in tf32.
     """
-    if x.dtype is torch.float32 or _is_emulated(x):
-        out = matmul(x, weight.t(), torch.float32, tf32=tf32)
-        return as_dtype(out if bias is None else out + bias, x.dtype)
+    if x.dtype is torch.float32:
+        return fp32.linear(x, weight, bias, tf32)
+    if _is_emulated(x):
+        wide_bias = None if bias is None else bias.float()
+        return fp32.linear(x.float(), weight.float(), wide_bias, False).to(x.dtype)
     return functional.linear(x, weight, bias)
 
 

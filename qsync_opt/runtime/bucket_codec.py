@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from qsync_opt.kernels import library
+from qsync_opt.kernels import bucket_library as library
 from qsync_opt.kernels.rounding import RandomKey, mix64
-from qsync_opt.runtime import levels
 from qsync_opt.runtime.communication import BUCKET_SIZE, Layout
 
 #: What the kernels read; other tensors are sent as they are.
@@ -45,30 +44,28 @@ def rank_key(seed: int, rank: int, step: int, tensor: int) -> RandomKey:
 
 
 def encode(
-    x: Tensor, layout: Layout, scheme: str, key: RandomKey, table: Tensor | None = None
+    x: Tensor,
+    layout: Layout,
+    scheme: str,
+    key: RandomKey,
+    table: Tensor | None = None,
+    beside: Tensor | None = None,
 ) -> Tensor:
-    """The messages of a vector.
+    """The messages of a vector, and behind each of them, in the same row, what else is sent.
 
     Args:
         x: [layout.count].
         layout: of the messages.
-        scheme: `nearest`, `stochastic` or `shift`; see `kernels.reference.bucket_encode`.
+        scheme: `nearest`, `stochastic` or `shift`; see `kernels.bucket_reference.bucket_encode`.
         key: of the random bits.
         table: learned levels; None: evenly spaced.
+        beside: uint8 [parts, m], as of `as_bytes`; None: nothing else.
 
     Returns:
-        uint8 [parts, message_bytes]: least values and steps, then codes. Padding is 0.
+        uint8 [parts, message_bytes + m]: least values and steps, then codes. Padding is 0.
     """
-    if x.numel() == 0:
-        shape = (layout.parts, layout.message_bytes)
-        return torch.zeros(shape, dtype=torch.uint8, device=x.device)
-    if table is None:
-        packed, meta = library.bucket_encode(x, layout.bits, layout.bucket, scheme, key)
-    else:
-        packed, meta = levels.encode(x, layout.bits, layout.bucket, table, scheme, key)
-    ranges = meta.flatten().view(torch.uint8)
-    whole = ((ranges, layout.meta_bytes), (packed, layout.code_bytes))
-    return torch.cat([_filled(part, layout.parts, size) for part, size in whole], dim=1)
+    whole = (layout.parts, layout.buckets, layout.bucket, layout.bits)
+    return library.message_encode(x, *whole, scheme, key, table, beside)
 
 
 def decode(
@@ -92,20 +89,27 @@ def decode(
     Returns:
         [parts, chunk] of `dtype`, padding included.
     """
-    end = layout.meta_bytes + layout.code_bytes
-    ranges = messages[:, : layout.meta_bytes].flatten()
-    packed = messages[:, layout.meta_bytes : end].flatten()
-    parts = messages.shape[0]
-    count = parts * layout.chunk
-    meta = _aligned(ranges).view(torch.float32).view(-1, 2)
-    if table is not None:
-        values = levels.decode(packed, meta, layout.bits, layout.bucket, count, table, dtype)
-    else:
-        key = RandomKey() if key is None else key
-        values = library.bucket_decode(
-            packed, meta, layout.bits, layout.bucket, count, scheme, key, dtype
-        )
-    return values.view(parts, layout.chunk)
+    key = RandomKey() if key is None else key
+    whole = (layout.buckets, layout.bucket, layout.bits)
+    return library.message_decode(messages, *whole, scheme, key, table, dtype)
+
+
+def decode_mean(
+    messages: Tensor, layout: Layout, divisor: float, table: Tensor | None = None
+) -> Tensor:
+    """What the messages of all ranks add up to, one after the other, over a divisor.
+
+    Args:
+        messages: as of `decode`, without a shift.
+        layout: as encoded.
+        divisor: their number for a mean.
+        table: as encoded.
+
+    Returns:
+        float32 [chunk], padding included.
+    """
+    whole = (layout.buckets, layout.bucket, layout.bits)
+    return library.message_mean(messages, *whole, divisor, table)
 
 
 def as_bytes(values: Tensor, parts: int) -> Tensor:
@@ -156,11 +160,6 @@ def put(row: Tensor, spans: list[slice], values: Tensor) -> None:
         end = start + span.stop - span.start
         row[span].copy_(values[start:end])
         start = end
-
-
-def _filled(part: Tensor, parts: int, size: int) -> Tensor:
-    missing = parts * size - part.numel()
-    return (torch.cat((part, part.new_zeros(missing))) if missing else part).view(parts, size)
 
 
 def _aligned(rows: Tensor) -> Tensor:

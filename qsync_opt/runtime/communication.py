@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 
 from qsync_opt.errors import ParameterError
+from qsync_opt.gradient_noise import CAST_BITS
+from qsync_opt.plan import FULL_BITS
 
 BUCKET_SIZE = 1024
 
@@ -119,6 +121,22 @@ def parse_communication(text: str) -> Communication:
     return Communication(weights=weights, gradients=gradients)
 
 
+def communication_at(bits: int) -> Communication:
+    """What gradients are sent as at so many bits: 32 as they are, 16 in bf16, fewer in codes.
+
+    Raises:
+        ParameterError: nothing is sent at so many bits.
+    """
+    if bits == FULL_BITS:
+        return Communication()
+    if bits == CAST_BITS:
+        return Communication(cast="bf16")
+    if isinstance(bits, bool) or bits not in CODE_BITS:
+        known = f"{CODE_BITS[0]} to {CODE_BITS[-1]}, {CAST_BITS} or {FULL_BITS}"
+        raise ParameterError("communication, bits", f"must be {known}", bits)
+    return Communication(gradients=Coding(bits=bits))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a vector is cut into messages of whole quantisation buckets, one for each rank.
@@ -171,20 +189,28 @@ def layout_of(count: int, parts: int, bits: int, bucket_size: int = BUCKET_SIZE)
 def all_reduce_bytes(
     count: int, world: int, bits: int, bucket_size: int = BUCKET_SIZE, exact: int = 0
 ) -> int:
-    """Bytes that a rank sends to average coded gradients in two phases.
+    """Bytes that a rank sends to average fp32 gradients.
 
-    In each phase a rank sends one of `world` messages to every other rank: 2 (world - 1) / world
-    times (bits / 8 + 8 / bucket_size) bytes a value, which is 1.76 for 8 bits and 8 ranks.
+    Codes take two phases. In each a rank sends one of `world` messages to every other rank:
+    2 (world - 1) / world times (bits / 8 + 8 / bucket_size) bytes a value, which is 1.76 for
+    8 bits and 8 ranks. With 16 and 32 bits all values go round a ring; see `ring_bytes`.
 
     Args:
-        count: coded values.
+        count: values that are coded at fewer than 16 bits.
         world: ranks.
-        bits: of a code.
+        bits: of a value, see `communication_at`.
         bucket_size: see `Communication`.
-        exact: float32 values that are sent as they are.
+        exact: float32 values that are never coded.
     """
+    if bits >= CAST_BITS:
+        return ring_bytes((count + exact) * bits // 8, world)
     coded = layout_of(count, world, bits, bucket_size).message_bytes
     return 2 * (world - 1) * (coded + 4 * -(-exact // world))
+
+
+def ring_bytes(size_bytes: int, world: int) -> int:
+    """Bytes that a rank sends in an all-reduce round a ring: 2 (world - 1) parts of `world`."""
+    return 2 * (world - 1) * -(-size_bytes // world)
 
 
 def _word(name: str, coding: Coding) -> str:

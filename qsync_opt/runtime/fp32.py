@@ -23,6 +23,7 @@ MATMUL, CONVOLUTION = "matmul", "convolution"
 _T = TypeVar("_T")
 _TF32_DROPPED_BITS = 13  # of float32's 23 bits of mantissa; tf32 keeps 10
 _IEEE = ("none", "ieee")
+_convolution_backward: Any = torch.ops.aten.convolution_backward.default
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,6 +41,16 @@ def matmul(a: Tensor, b: Tensor, tf32: bool) -> Tensor:
         out: Tensor = _opaque_matmul(a, b, tf32)
         return out
     return _matmul(a, b, tf32)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tf32: bool) -> Tensor:
+    """The product x @ weight.T + bias."""
+    if torch.compiler.is_compiling() and needs_flags(x.device.type, tf32, MATMUL):
+        out: Tensor = _opaque_matmul(x, weight.t(), tf32)
+        return out if bias is None else out + bias
+    x, weight = _operands(tf32, x, weight)
+    run = functional.linear
+    return with_flags(x.device.type, tf32, MATMUL, lambda: run(x, weight, bias))
 
 
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, tf32: bool) -> Tensor:
@@ -67,7 +78,7 @@ def convolution_backward(
 ) -> list[Tensor]:
     """As `conv2d_backward`, for operands of any dtype at the flags of the process."""
     stride, padding, dilation, groups = window
-    gradients = torch.ops.aten.convolution_backward(
+    gradients = _convolution_backward(
         grad,
         x,
         weight,

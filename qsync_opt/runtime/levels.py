@@ -3,7 +3,7 @@
 A bucket's values are moved to [0, 1] by its least and greatest value; a table of 2^bits
 increasing numbers from 0 to 1 says where codes lie there. Between two of its entries a value
 rounds as it does between evenly spaced ones, so stochastic rounding stays unbiased with every
-table. The table that loses least is found from a histogram:
+table (`kernels.bucket_reference` says how). The table that loses least is found from a histogram:
 
 - nearest rounding: every level is the mean of what rounds to it (Lloyd, IEEE Trans. Inf.
   Theory 28, 1982);
@@ -19,10 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
-
-from qsync_opt.kernels import library
-from qsync_opt.kernels.rounding import RandomKey
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,9 +51,9 @@ def histogram(x: Tensor, bucket: int) -> Tensor:
     Returns:
         int64 [CELLS], on x's device; buckets that are constant or not finite do not count.
     """
-    rows, low, span = _rows(x, bucket)
-    every = -(-rows.numel() // _SAMPLE)
-    rows, low, span = rows[::every], low[::every], span[::every]
+    rows = _sampled(x, bucket)
+    low = rows.amin(1, keepdim=True)
+    span = rows.amax(1, keepdim=True) - low
     counted = (torch.isfinite(span) & (span > 0)).expand_as(rows)
     place = torch.where(counted, (rows - low) / span, 0.0)
     cell = (place * CELLS).long().clamp(0, CELLS - 1).flatten()
@@ -110,60 +106,17 @@ def fit_levels(counts: Tensor, bits: int, *, stochastic: bool) -> Tensor:
     return torch.from_numpy(_separate(levels).astype(np.float32))
 
 
-def encode(
-    x: Tensor, bits: int, bucket: int, table: Tensor, scheme: str, key: RandomKey
-) -> tuple[Tensor, Tensor]:
-    """Code a vector with learned levels.
-
-    Values are bent so that levels lie at 0, 1, 2 ..., and then coded as any vector is.
-
-    Args:
-        x: [n].
-        bits: of a code.
-        bucket: values of a quantisation bucket.
-        table: from `fit_levels`, on x's device.
-        scheme: `nearest` or `stochastic`.
-        key: of the random bits.
-
-    Returns:
-        packed: as of `bucket_encode`.
-        meta: float32 [buckets, 2]: least value, and greatest minus least.
-    """
-    rows, low, span = _rows(x, bucket)
-    usable = torch.isfinite(span) & (span > 0)
-    place = torch.where(usable, (rows - low) / span, 0.0)
-    index = torch.bucketize(place, table[1:-1], right=True)
-    below, above = table[index], table[index + 1]
-    bent = index + (place - below) / (above - below)
-    packed, _ = library.bucket_encode(bent.flatten()[: x.numel()], bits, bucket, scheme, key)
-    return packed, torch.cat((low, span), dim=1)
-
-
-def decode(
-    packed: Tensor,
-    meta: Tensor,
-    bits: int,
-    bucket: int,
-    count: int,
-    table: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The values behind codes of `encode`: [count] of `dtype`."""
-    plain = torch.zeros_like(meta)
-    plain[:, 1] = 1.0  # least 0 and step 1: the codes themselves
-    codes = library.bucket_decode(packed, plain, bits, bucket, count, "nearest")
-    padding = meta.shape[0] * bucket - count
-    values = table[functional.pad(codes, (0, padding)).long()].view(-1, bucket)
-    return (meta[:, :1] + meta[:, 1:] * values).flatten()[:count].to(dtype)
-
-
-def _rows(x: Tensor, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The buckets as rows in float32, their least values, and their spans."""
-    value = x.flatten().to(torch.float32)
-    missing = -value.numel() % bucket
-    rows = torch.cat((value, value[-1:].expand(missing))).view(-1, bucket)
-    low = rows.amin(1, keepdim=True)
-    return rows, low, rows.amax(1, keepdim=True) - low
+def _sampled(x: Tensor, bucket: int) -> Tensor:
+    """Buckets of a vector as rows in float32: so many that they hold `_SAMPLE` values at most."""
+    value = x.flatten()
+    whole = value.numel() // bucket
+    every = -(-(-(-value.numel() // bucket) * bucket) // _SAMPLE)
+    rows = value[: whole * bucket].view(whole, bucket)[::every]
+    rest = value[whole * bucket :]
+    if rest.numel() and whole % every == 0:  # the short bucket's turn; its last value stands again
+        padded = torch.cat((rest, rest[-1:].expand(bucket - rest.numel())))
+        rows = torch.cat((rows, padded[None]))
+    return rows.to(torch.float32)
 
 
 def _running(parts: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -44,6 +44,8 @@ class StepMetrics:
         loss_scale: factor of the loss in this step.
         skipped: whether gradients overflowed, so that nothing was changed.
         refinement: what became of the plan just before this step; None where nothing was due.
+        sent_bytes: of gradients, and of sharded weights, that the rank sent; of an all-reduce
+            what a ring sends. 0 for a single rank, and in files of early releases.
     """
 
     step: int
@@ -58,9 +60,11 @@ class StepMetrics:
     loss_scale: float
     skipped: bool
     refinement: str | None = None
+    sent_bytes: int = 0
 
 
 _NAMES = tuple(field.name for field in fields(StepMetrics))
+_ADDED = ("sent_bytes",)  # since the first release
 
 
 class MetricsFile:
@@ -143,6 +147,6 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
         row = json.loads(line)
     except ValueError as error:
         raise FormatError(where, "must be a line of JSON", line.decode(errors="replace")) from error
-    if not isinstance(row, dict) or set(row) != set(_NAMES):
+    if not isinstance(row, dict) or not set(_NAMES) - set(_ADDED) <= set(row) <= set(_NAMES):
         raise FormatError(where, f"must have the fields {', '.join(_NAMES)}", row)
     return {**row, "loss": float("nan") if row["loss"] is None else row["loss"]}

@@ -42,12 +42,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, settings: OperatorSet
     """
     require_input(x, settings.name)
     precision = settings.precision
-    half = half_dtype(x.device)
     if precision is Precision.INT8:
         rounding, key = rounding_of(settings.input_draw(), INPUT)
         codes, scale = settings.shared(
             x, "int8 rows", lambda: kernels.quantize_int8(_matrix(x), "row", rounding, key)
         )
+        half = half_dtype(x.device)
         return _apply(Int8Linear, x, weight, bias, codes, scale, half, settings.draw())
     if precision is Precision.FP8:
         rounding, key = rounding_of(settings.input_draw(), INPUT)
@@ -56,6 +56,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, settings: OperatorSet
             "fp8 both orders",
             lambda: kernels.quantize_fp8_transposed(_matrix(x), "e4m3", rounding, key),
         )
+        half = half_dtype(x.device)
         return _apply(Fp8Linear, x, weight, bias, *parts, half, settings.draw())
     if _is_plain(x, precision, MATMUL):
         return functional.linear(x, weight, bias)
@@ -80,7 +81,6 @@ def conv2d(
     """
     require_input(x, settings.name)
     precision = settings.precision
-    half = half_dtype(x.device)
     if precision is Precision.FP8 and _is_pointwise(weight, window):
         rows, columns = window[0]
         picked = x[:, :, ::rows, ::columns].permute(0, 2, 3, 1)
@@ -103,6 +103,7 @@ def conv2d(
                 lambda: kernels.quantize_fp8(channel_rows(x), "e4m3", "tensor", rounding, key),
             )
             function = Fp8Conv2d
+        half = half_dtype(x.device)
         return _apply(function, x, weight, bias, *parts, half, window, settings.draw())
     # Where a size is 1, torch's weight gradient has other strides than the weight.
     if 1 not in weight.shape and _is_plain(x, precision, CONVOLUTION):

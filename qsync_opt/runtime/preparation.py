@@ -27,6 +27,7 @@ from qsync_opt.runtime.batches import (
     count_samples,
     micro_batches,
 )
+from qsync_opt.runtime.bucket_bits import PlannedBits
 from qsync_opt.runtime.checkpoints import Checkpoint
 from qsync_opt.runtime.communication import parse_communication
 from qsync_opt.runtime.distributed import Ranks
@@ -35,6 +36,7 @@ from qsync_opt.runtime.lost_ranks import Position
 from qsync_opt.runtime.parameters import TrainParameters
 from qsync_opt.runtime.passes import Pass
 from qsync_opt.runtime.patching import Patch
+from qsync_opt.runtime.plan_bits import bits_of_job
 from qsync_opt.runtime.quantized_comm import GradientHook
 from qsync_opt.runtime.quantized_sharding import QuantizedSharding
 from qsync_opt.runtime.refinement import Refinement, plan_in, rows_of
@@ -113,6 +115,7 @@ class Preparation:
         self._parameters = parameters
         self._patch = patch
         self._batch_size = parameters.batch_size or 0
+        self._bits: PlannedBits | None = None
 
     def alone(self) -> None:
         """What this rank does without the others: look at its batch, and convert its model.
@@ -133,6 +136,7 @@ class Preparation:
             for name in ("plan", "problem", "graph"):
                 if getattr(task, name) is None:
                     raise ParameterError(name, "must be given to refine the plan", None)
+        self._bits = self._bits_of(task.plan)
         self._patch.put_on(task.plan)
 
     def together(self, failure: QsyncError | None, position: Position) -> Parts:
@@ -183,11 +187,14 @@ class Preparation:
             scale=scale,
             parameters=parameters,
             sharded=sharded,
+            bits=self._bits,
         )
         in_use = task.plan
         if found is not None:
             in_use = self._take_plan_of(found) or task.plan
-            stepper.precisions_changed()
+            if in_use is not None:
+                self._bits_of(in_use)  # raises if they cannot be sent
+                stepper.plan_changed(in_use)
             keeper.restore(found, task.model, kept, scale)
             if sharded is not None:
                 sharded.spread()
@@ -216,6 +223,9 @@ class Preparation:
             refinement=refinement,
             sharded=sharded,
         )
+
+    def _bits_of(self, plan: PrecisionPlan | None) -> PlannedBits | None:
+        return bits_of_job(plan, self._task.problem, self._task.graph, self._parameters)
 
     def _sharded(self) -> ShardedModel | None:
         """A sharded copy of the model, where weights are to be coded on their way."""

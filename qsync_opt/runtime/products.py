@@ -39,6 +39,9 @@ def rounding_of(draw: Draw, salt: int) -> tuple[Rounding, RandomKey]:
     return Rounding(rounding), RandomKey(seed=seed, step=step, tensor=tensor + salt)
 
 
+#: Looked up once: finding an overload takes the host as long as the call.
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
 #: Salts: which operand of an operator is rounded.
 INPUT, WEIGHT, GRADIENT = 0, 1, 2
 
@@ -201,12 +204,14 @@ def _like_input(out: Tensor, x: Tensor) -> Tensor:
     """A matrix [M, N] as [..., N]; no view, so that what follows may write into it."""
     if x.dim() == 2:
         return out
-    shaped: Tensor = torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
+    shaped: Tensor = _unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
     return shaped
 
 
 def _rows(x: Tensor) -> Tensor:
     """A tensor [..., N] as a matrix."""
+    if x.dim() == 2:
+        return x
     return x.flatten(0, -2) if x.dim() != 1 else x.unsqueeze(0)
 
 

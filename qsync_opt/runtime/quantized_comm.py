@@ -1,17 +1,18 @@
-"""Coded gradients under `DistributedDataParallel`: its communication hook.
+"""Gradients at fewer bits under `DistributedDataParallel`: its communication hook.
 
-Per DDP bucket, what is coded is averaged in two phases (see `two_phase`), and norms, biases and
-small tensors ride along as they are. A bucket with a NaN or an infinity on any rank comes back
-with NaN on every rank, so that ranks leave out the step together.
+Each DDP bucket is sent as it is, cast, or coded. What is coded is averaged in two phases (see
+`two_phase`), and norms, biases and small tensors ride along as they are. A bucket with a NaN or
+an infinity on any rank comes back with one on every rank, so that ranks leave out the step
+together.
 
-On a GPU a bucket's work is queued on a stream of its own. On a CPU, where a collective must be
-waited for, the second phase of a bucket starts when the next bucket is ready: all ranks start
-their collectives in the same order, and the first phase overlaps with the backward.
+On a GPU the work of a coded bucket is queued on a stream of its own. On a CPU, where a
+collective must be waited for, its second phase starts when the next bucket is ready: all ranks
+start their collectives in the same order, and the first phase overlaps with the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,16 +21,18 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from qsync_opt.errors import ParameterError
+from qsync_opt.runtime.bucket_bits import PlannedBits, Sending, Uniform
 from qsync_opt.runtime.bucket_codec import CODED_DTYPES, exempt_parameters, put, spans_of, take
-from qsync_opt.runtime.communication import Communication
+from qsync_opt.runtime.communication import Communication, ring_bytes
 from qsync_opt.runtime.two_phase import Averaging, Exchange, Memory
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-_CAST_HOOKS: Mapping[str, Any] = {
-    "fp16": default_hooks.fp16_compress_hook,
-    "bf16": default_hooks.bf16_compress_hook,
+#: What a bucket is cast to -> torch's hook, and bytes of a value on the wire.
+_CAST_HOOKS: Mapping[str, tuple[Any, int]] = {
+    "fp16": (default_hooks.fp16_compress_hook, 2),
+    "bf16": (default_hooks.bf16_compress_hook, 2),
 }
 
 #: Names of a bucket's tensors in `GradientHook.state`.
@@ -50,7 +53,7 @@ def compress_gradients(
         seed: of the random bits, the same on all ranks.
 
     Returns:
-        The hook; None where gradients are cast, or sent as they are.
+        The hook; None where gradients are sent as they are.
 
     Raises:
         ParameterError: weights are to be coded.
@@ -60,14 +63,27 @@ def compress_gradients(
         rule = "must leave weights alone: DDP keeps whole ones on every rank and sends none"
         remedy = "Shard the model and use quantize_sharding, or code gradients only"
         raise ParameterError("communication, weights", rule, str(communication), remedy)
+    if communication.cast is None and communication.gradients is None:
+        return None
+    return _register(model, Uniform(communication=communication), seed)
+
+
+def send_at_bits(
+    model: DistributedDataParallel, bits: PlannedBits, *, seed: int = 0
+) -> GradientHook:
+    """Register a hook that sends each bucket at the bits that a plan has for it.
+
+    As `compress_gradients`; `GradientHook.change` takes the bits of another plan.
+
+    Raises:
+        TrainError: ranks do not agree.
+    """
+    return _register(model, bits, seed)
+
+
+def _register(model: DistributedDataParallel, sending: Sending, seed: int) -> GradientHook:
     group: Any = model.process_group
-    if communication.cast is not None:
-        cast = _CAST_HOOKS[communication.cast]
-        model.register_comm_hook(None, lambda state, bucket: cast(group, bucket))
-        return None
-    if communication.gradients is None:
-        return None
-    hook = GradientHook(model.module, communication, Exchange(group), seed)
+    hook = GradientHook(model.module, sending, Exchange(group), seed)
     # DDP looks at annotations and takes no text for them; a lambda has none.
     model.register_comm_hook(None, lambda state, bucket: hook.reduce(bucket))
     return hook
@@ -78,55 +94,57 @@ class _Bucket:
 
     Attributes:
         members: identities of its parameters: DDP forms buckets anew after the first backward.
+        cast: what it is cast to; None where it is not.
+        averaging: of what is coded; None where nothing is.
         coded: where coded values lie.
         exact: where the others lie.
         memory: see `Memory`.
     """
 
     def __init__(
-        self, members: tuple[int, ...], coded: list[slice], exact: list[slice], memory: Memory
+        self,
+        members: tuple[int, ...],
+        cast: str | None,
+        averaging: Averaging | None,
+        spans: tuple[list[slice], list[slice]],
+        memory: Memory,
     ) -> None:
         self.members = members
-        self.coded = coded
-        self.exact = exact
+        self.cast = cast
+        self.averaging = averaging
+        self.coded, self.exact = spans
         self.memory = memory
 
 
 class GradientHook:
-    """Averages the gradients of DDP's buckets; see `compress_gradients`.
+    """Averages the gradients of DDP's buckets; see `compress_gradients` and `send_at_bits`.
 
     Attributes:
         step: of training, which the random bits depend on; counts by itself.
         exchange: of the ranks, with the bytes that this one sent.
     """
 
-    def __init__(
-        self, model: nn.Module, communication: Communication, exchange: Exchange, seed: int
-    ) -> None:
-        if communication.gradients is None:
-            raise ParameterError("communication, gradients", "must be coded", None)
+    def __init__(self, model: nn.Module, sending: Sending, exchange: Exchange, seed: int) -> None:
         self.step = 0
         self.exchange = exchange
         self._scale = 1.0
-        self._averaging = Averaging(
-            exchange=exchange,
-            coding=communication.gradients,
-            bucket_size=communication.bucket_size,
-            seed=seed,
-        )
+        self._seed = seed
         # Parameters live as long as the model, so their identities stay theirs.
-        self._exempt = {id(p) for p in exempt_parameters(model, communication.bucket_size)}
         self._model = model
-        self._buckets: dict[int, _Bucket] = {}
-        self._loaded: dict[int, Memory] = {}
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self.change(sending)
         self._waiting: list[tuple[Iterator[Any], Any, Future[Tensor], Tensor]] = []
         self._streams: dict[torch.device, Any] = {}
-        coding = communication.gradients
         sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-        facts = [coding.bits, coding.learned, coding.feedback, communication.bucket_size, seed]
-        facts = [int(fact) & 0x7FFFFFFFFFFFFFFF for fact in (*facts, len(sizes), *sizes)]
+        facts = [*sending.facts(), seed, len(sizes), *sizes]
+        facts = [int(fact) & 0x7FFFFFFFFFFFFFFF for fact in facts]
         device = next(model.parameters()).device
         exchange.require_equal(facts, device, "how gradients are sent")
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sent so far."""
+        return self.exchange.sent_bytes
 
     def begin(self, step: int, scale: float = 1.0) -> None:
         """Say which step comes next, and by what its loss is multiplied.
@@ -140,25 +158,40 @@ class GradientHook:
                         lost.mul_(scale / self._scale)
         self.step, self._scale = step, scale
 
+    def change(self, sending: Sending) -> None:
+        """Send otherwise from the next step on; all ranks call it with the same.
+
+        What buckets kept of their codes before is gone.
+        """
+        self._sending = sending
+        self._exempt = {id(p) for p in exempt_parameters(self._model, sending.bucket_size)}
+        self._buckets: dict[int, _Bucket] = {}
+        self._loaded: dict[int, Memory] = {}
+
     def reduce(self, bucket: Any) -> Future[Tensor]:
         """Average a `GradBucket`; what DDP calls."""
         buffer: Tensor = bucket.buffer()
-        if buffer.layout is not torch.strided:
-            rule = "must be dense: a sparse gradient cannot be coded"
-            raise ParameterError("gradients", rule, buffer.layout, "Build layers with sparse=False")
         index: int = bucket.index()
         if index == 0:
             self._waiting.clear()  # of a backward that broke off
         is_last: bool = bucket.is_last()
+        known = self._known(bucket, buffer)
         if self.exchange.world == 1:
             future: Future[Tensor] = Future()
             future.set_result(buffer)
         else:
-            work = self._average(buffer, self._known(bucket, buffer), index)
-            if buffer.is_cuda:
-                future = self._queue(buffer, work)
+            before, self._waiting = self._waiting, []
+            if known.averaging is None:
+                future = self._send_whole(bucket, buffer, known.cast)
             else:
-                future = self._start(buffer, work, is_last)
+                work = self._average(buffer, known, known.averaging, index)
+                future = self._queue(buffer, work) if buffer.is_cuda else self._start(buffer, work)
+            for entry in before:
+                self._go_on(*entry)
+            while is_last and self._waiting:
+                before, self._waiting = self._waiting, []
+                for entry in before:
+                    self._go_on(*entry)
         self.step += is_last
         return future
 
@@ -191,16 +224,12 @@ class GradientHook:
             bucket.memory = self._loaded.get(index, Memory())
 
     def _known(self, bucket: Any, buffer: Tensor) -> _Bucket:
-        parameters = bucket.parameters()
+        parameters: Sequence[Tensor] = bucket.parameters()
         members = tuple(map(id, parameters))
-        known = self._buckets.get(bucket.index())
+        index: int = bucket.index()
+        known = self._buckets.get(index)
         if known is None or known.members != members:
-            is_coded = buffer.dtype in CODED_DTYPES
-            sizes = [(p.numel(), not is_coded or id(p) in self._exempt) for p in parameters]
-            coded, exact = spans_of(sizes)
-            memory = self._loaded.get(bucket.index(), Memory())
-            known = _Bucket(members, coded, exact, memory)
-            self._buckets[bucket.index()] = known
+            known = self._buckets[index] = self._made(index, buffer, parameters, members)
         memory = known.memory
         for part in _PARTS:
             tensor = getattr(memory, part)
@@ -208,9 +237,47 @@ class GradientHook:
                 setattr(memory, part, tensor.to(buffer.device))
         return known
 
-    def _average(self, buffer: Tensor, known: _Bucket, index: int) -> Iterator[Any]:
+    def _made(
+        self, index: int, buffer: Tensor, parameters: Sequence[Tensor], members: tuple[int, ...]
+    ) -> _Bucket:
+        """What becomes of a bucket that was not there before."""
+        width = buffer.element_size()
+        wanted = self._sending.of({self._names[id(p)]: p.numel() * width for p in parameters})
+        is_sent_whole = wanted.gradients is None and wanted.cast is None
+        if buffer.layout is not torch.strided and not is_sent_whole:
+            rule = "must be dense: a sparse gradient cannot be coded"
+            raise ParameterError("gradients", rule, buffer.layout, "Build layers with sparse=False")
+        is_coded = buffer.dtype in CODED_DTYPES
+        averaging = None
+        if wanted.gradients is not None:
+            averaging = Averaging(
+                exchange=self.exchange,
+                coding=wanted.gradients,
+                bucket_size=wanted.bucket_size,
+                seed=self._seed,
+            )
+        return _Bucket(
+            members,
+            wanted.cast if buffer.dtype is torch.float32 else None,
+            averaging,
+            spans_of((p.numel(), not is_coded or id(p) in self._exempt) for p in parameters),
+            self._loaded.get(index, Memory()),
+        )
+
+    def _send_whole(self, bucket: Any, buffer: Tensor, cast: str | None) -> Future[Tensor]:
+        """Average a bucket without codes, by torch's own hooks."""
+        run, size = default_hooks.allreduce_hook, buffer.element_size()
+        if cast is not None:
+            run, size = _CAST_HOOKS[cast]
+        self.exchange.sent_bytes += ring_bytes(buffer.numel() * size, self.exchange.world)
+        future: Future[Tensor] = run(self.exchange.group, bucket)
+        return future
+
+    def _average(
+        self, buffer: Tensor, known: _Bucket, averaging: Averaging, index: int
+    ) -> Iterator[Any]:
         values, exact = take(buffer, known.coded), take(buffer, known.exact)
-        yield from self._averaging.run(values, exact, known.memory, 2 * index, self.step)
+        yield from averaging.run(values, exact, known.memory, 2 * index, self.step)
         for part, spans in ((values, known.coded), (exact, known.exact)):
             if len(spans) > 1:  # else it is the buffer's own memory
                 put(buffer, spans, part)
@@ -230,18 +297,10 @@ class GradientHook:
             future.set_result(buffer)  # remembers where the stream stands
         return future
 
-    def _start(self, buffer: Tensor, steps: Iterator[Any], is_last: bool) -> Future[Tensor]:
-        """Start a bucket's first phase on a CPU, and go on with those before it."""
+    def _start(self, buffer: Tensor, steps: Iterator[Any]) -> Future[Tensor]:
+        """Start the first phase of a bucket on a CPU."""
         future: Future[Tensor] = Future()
-        before, self._waiting = self._waiting, []
-        started = next(steps, None)
-        for entry in before:
-            self._go_on(*entry)
-        self._waiting.append((steps, started, future, buffer))
-        while is_last and self._waiting:
-            before, self._waiting = self._waiting, []
-            for entry in before:
-                self._go_on(*entry)
+        self._waiting.append((steps, next(steps, None), future, buffer))
         return future
 
     def _go_on(

@@ -23,7 +23,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from qsync_opt.errors import ParameterError
 from qsync_opt.runtime import levels
-from qsync_opt.runtime.bucket_codec import as_bytes, decode, encode, from_bytes, rank_key
+from qsync_opt.runtime.bucket_codec import (
+    as_bytes,
+    decode,
+    decode_mean,
+    encode,
+    from_bytes,
+    rank_key,
+)
 from qsync_opt.runtime.communication import Communication, layout_of
 from qsync_opt.runtime.fsdp_collectives import AllGather, ReduceScatter, nothing_left
 from qsync_opt.runtime.shards import ShardGroup, shard_groups
@@ -204,9 +211,9 @@ class _Group:
         def key(rank: int) -> Any:
             return rank_key(sharding.seed, rank, sharding.step, tensor)
 
-        coded = encode(values, layout, scheme, key(exchange.rank), table)
         rest = row.rest()
-        rows, work = exchange.all_gather(torch.cat((coded[0], as_bytes(rest, 1)[0])))
+        message = encode(values, layout, scheme, key(exchange.rank), table, as_bytes(rest, 1))
+        rows, work = exchange.all_gather(message[0])
         keys = [key(rank) for rank in range(exchange.world)]
 
         def finish() -> None:
@@ -244,13 +251,12 @@ class _Group:
             values = torch.cat((values, padding), dim=1)
         layout = replace(layout, count=values.numel())
         key = rank_key(sharding.seed, exchange.rank, sharding.step, _TENSORS * self.number + 1)
-        messages = encode(values.flatten(), layout, "stochastic", key, table)
-        if spans.exact:
-            kept = torch.cat([rows[:, span] for span in spans.exact], dim=1)
-            messages = torch.cat((messages, kept.view(torch.uint8)), dim=1)
+        kept = [rows[:, span] for span in spans.exact]
+        beside = torch.cat(kept, dim=1).view(torch.uint8) if kept else None
+        messages = encode(values.flatten(), layout, "stochastic", key, table, beside)
         received, work = exchange.all_to_all(messages)
         work.wait()
-        total = decode(received, layout, table=table).sum(0)[:count].div_(divisor)
+        total = decode_mean(received, layout, divisor, table)[:count]
         rest = from_bytes(received[:, layout.message_bytes :], whole.dtype)
         rest_total = rest.sum(0, dtype=torch.float32).div_(divisor)
         self.shards.reduced(output).put(total, rest_total)

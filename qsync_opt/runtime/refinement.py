@@ -307,11 +307,15 @@ def plan_to_json(plan: PrecisionPlan) -> dict[str, Any]:
         kind: {name: str(precision) for name, precision in row.items()}
         for kind, row in plan.devices.items()
     }
-    return {"problem": plan.problem, "devices": rows}
+    return {"problem": plan.problem, "devices": rows, "communication": plan.communication}
 
 
 def _from_json(content: Mapping[str, Any]) -> PrecisionPlan:
-    return PrecisionPlan(problem=content["problem"], devices=content["devices"])
+    return PrecisionPlan(
+        problem=content["problem"],
+        devices=content["devices"],
+        communication=content.get("communication", ()),  # checkpoints of early releases lack it
+    )
 
 
 def rows_of(start: int, counts: list[int], most: int) -> range:

@@ -14,12 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.measure.step import Loss
+from qsync_opt.plan import PrecisionPlan
 from qsync_opt.runtime.batches import Batches, MicroBatch
-from qsync_opt.runtime.communication import parse_communication
+from qsync_opt.runtime.bucket_bits import PlannedBits
+from qsync_opt.runtime.communication import parse_communication, ring_bytes
 from qsync_opt.runtime.distributed import Ranks
 from qsync_opt.runtime.parameters import TrainParameters
 from qsync_opt.runtime.passes import Labels, Pass, leaving_no_trace
-from qsync_opt.runtime.quantized_comm import GradientHook, compress_gradients
+from qsync_opt.runtime.quantized_comm import GradientHook, compress_gradients, send_at_bits
 from qsync_opt.runtime.quantized_sharding import QuantizedSharding
 from qsync_opt.runtime.scaling import LossScale
 from qsync_opt.runtime.sharded_model import ShardedModel
@@ -34,6 +36,7 @@ class Taken:
         loss: mean over the rank's samples, a scalar on the CPU; there once the step has ended.
         loss_scale: factor of the loss.
         skipped: whether gradients overflowed.
+        sent_bytes: gradients, and sharded weights, that this rank sent.
         marks: when it began, had its last gradient, had them all reduced, and ended.
     """
 
@@ -41,6 +44,7 @@ class Taken:
     loss: Tensor
     loss_scale: float
     skipped: bool
+    sent_bytes: int
     marks: Sequence[Any]
 
     @property
@@ -68,6 +72,7 @@ class Stepper:
         scale: None where no rank multiplies in fp16.
         parameters: of the job.
         sharded: what `model` is the sharded copy of; None where ranks have whole replicas.
+        bits: of the plan's buckets; None where all are sent alike.
 
     Attributes:
         hook: that codes what is sent; None where it is sent as it is.
@@ -88,6 +93,7 @@ class Stepper:
         scale: LossScale | None,
         parameters: TrainParameters,
         sharded: ShardedModel | None = None,
+        bits: PlannedBits | None = None,
     ) -> None:
         self._model = model
         self._sharded = sharded
@@ -103,6 +109,8 @@ class Stepper:
         self.hook: GradientHook | QuantizedSharding | None = None
         self._ready: Any = None
         self._handle: Any = None
+        self._bits = bits
+        self._ring_bytes = 0  # what DDP sends in a step where no hook counts it
         if sharded is not None:
             self.hook = sharded.sharding
         elif ranks.world > 1:
@@ -114,7 +122,12 @@ class Stepper:
                 find_unused_parameters=parameters.find_unused_parameters,
             )
             self._pass.called = self._wrapped
-            if parameters.communication is not None:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            size_bytes = sum(p.numel() * p.element_size() for p in trained)
+            self._ring_bytes = ring_bytes(size_bytes, ranks.world)
+            if bits is not None:
+                self.hook = send_at_bits(self._wrapped, bits, seed=parameters.seed)
+            elif parameters.communication is not None:
                 wanted = parse_communication(parameters.communication)
                 self.hook = compress_gradients(self._wrapped, wanted, seed=parameters.seed)
 
@@ -143,9 +156,11 @@ class Stepper:
             watched: Any = last[-1]
             self._handle = watched.register_post_accumulate_grad_hook(self._on_last_gradient)
 
-    def precisions_changed(self) -> None:
-        """Take note that the model was converted anew."""
+    def plan_changed(self, plan: PrecisionPlan) -> None:
+        """Take note that the model was converted anew, and send at the bits of the new plan."""
         self._pass.precisions_changed()
+        if self._bits is not None and isinstance(self.hook, GradientHook):
+            self.hook.change(self._bits.at(plan.communication))
 
     def label(self, labels: Labels) -> None:
         """Put names on what steps run from now on."""
@@ -167,6 +182,7 @@ class Stepper:
             group["lr"] = rate * factor  # not that of a checkpoint: it may have been changed
         self._ready = None
         begin = self._mark()
+        sent_before = 0 if self.hook is None else self.hook.sent_bytes
         scale = 1.0 if self._scale is None else self._scale.scale
         if isinstance(self.hook, GradientHook):
             self.hook.begin(step, scale)
@@ -187,11 +203,13 @@ class Stepper:
             with self._pass.labels.other("optimizer"):
                 self._optimizer.step()
         ready = reduced if self._ready is None else self._ready
+        sent = self._ring_bytes if self.hook is None else self.hook.sent_bytes - sent_before
         return Taken(
             step=step,
             loss=_on_host(cast(Tensor, total)),
             loss_scale=scale,
             skipped=not is_taken,
+            sent_bytes=sent,
             marks=(begin, ready, reduced, self._mark()),
         )
 

@@ -25,6 +25,7 @@ from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.plan import PrecisionPlan
 from qsync_opt.runtime.batches import Batches
 from qsync_opt.runtime.distributed import Pending, Ranks, joined, names_of
+from qsync_opt.runtime.host_memory import keep_freed_memory
 from qsync_opt.runtime.interruption import Interruption
 from qsync_opt.runtime.lost_ranks import Position, naming_lost_ranks
 from qsync_opt.runtime.metrics import MetricsFile, StepMetrics, memory_in_use
@@ -104,7 +105,8 @@ def train(
     """Train a model together with the other ranks of the job, if there are any.
 
     The ranks are those of the default process group, or those that a launcher such as torchrun
-    started (see `distributed.joined`). SIGINT and SIGTERM end the job after the step, with a
+    started (see `distributed.joined`). On a CPU the process keeps the memory that it frees from
+    here on, as where it was measured. SIGINT and SIGTERM end the job after the step, with a
     checkpoint if there is a folder.
 
     Args:
@@ -126,6 +128,8 @@ def train(
         TrainError: a rank is gone, or the loss is not finite any more.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type == "cpu":
+        keep_freed_memory()
     task = Task(
         model=model,
         batch=batch,
@@ -261,7 +265,7 @@ class _Job:
                 self._before = time.perf_counter()
             if refinement.plan is not self._plan:
                 self._plan = refinement.plan
-                parts.stepper.precisions_changed()
+                parts.stepper.plan_changed(refinement.plan)
                 if self._parameters.folder is not None and self._ranks.rank == 0:
                     keep_plan(self._parameters.folder, step, refinement.plan)
         if self._tracing is not None and self._tracing.begins_with(step, parts.first):
@@ -294,6 +298,7 @@ class _Job:
             memory_bytes=memory_in_use(self._ranks.device),
             loss_scale=taken.loss_scale,
             skipped=taken.skipped,
+            sent_bytes=taken.sent_bytes,
             refinement=self._notes.pop(taken.step, None),
         )
         self._rows.append(row)

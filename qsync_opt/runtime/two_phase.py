@@ -17,7 +17,14 @@ from torch import Tensor, distributed
 
 from qsync_opt.errors import TrainError
 from qsync_opt.runtime import levels
-from qsync_opt.runtime.bucket_codec import as_bytes, decode, encode, from_bytes, rank_key
+from qsync_opt.runtime.bucket_codec import (
+    as_bytes,
+    decode,
+    decode_mean,
+    encode,
+    from_bytes,
+    rank_key,
+)
 from qsync_opt.runtime.communication import Coding, Layout, layout_of
 
 #: Newer releases of torch give the collective another name, and warn of the old one.
@@ -170,14 +177,13 @@ class Averaging:
         # --- to the rank that owns the chunk
         given = self._with_feedback(values, memory.first)
         key = rank_key(self.seed, exchange.rank, step, tensor)
-        coded = encode(given, layout, self.scheme, key, table)
+        messages = encode(given, layout, self.scheme, key, table, as_bytes(exact, world))
         if self.coding.feedback:
-            kept = decode(coded, layout, table=table).flatten()[: given.numel()]
+            kept = decode(messages, layout, table=table).flatten()[: given.numel()]
             memory.first = _lost(given, kept)
-        messages = torch.cat((coded, as_bytes(exact, world)), dim=1)
         received, work = exchange.all_to_all(messages)
         yield work
-        mean = decode(received, layout, table=table).sum(0).div_(world)
+        mean = decode_mean(received, layout, world, table)
         rest = from_bytes(received[:, layout.message_bytes :], exact.dtype)
         wide = exact.dtype if exact.dtype.itemsize > 4 or exact.is_complex() else torch.float32
         rest_mean = rest.sum(0, dtype=wide).div_(world).to(exact.dtype)
@@ -186,11 +192,10 @@ class Averaging:
         own = replace(layout, count=size, parts=1)
         given = self._with_feedback(mean[:size], memory.second)
         key = rank_key(self.seed, exchange.rank, step, tensor + 1)
-        coded = encode(given, own, self.scheme, key, table)
+        message = encode(given, own, self.scheme, key, table, rest_mean.view(torch.uint8)[None])
         if self.coding.feedback:
-            memory.second = _lost(given, decode(coded, own, table=table)[0, :size])
-        message = torch.cat((coded[0], rest_mean.view(torch.uint8)))
-        rows, work = exchange.all_gather(message)
+            memory.second = _lost(given, decode(message, own, table=table)[0, :size])
+        rows, work = exchange.all_gather(message[0])
         yield work
         averaged = decode(rows, layout, table=table, dtype=values.dtype)
         values.copy_(averaged.flatten()[: values.numel()])

@@ -117,6 +117,7 @@ def replay(
             known = ", ".join(problem.device_index)
             raise ParameterError("hosts", f"must name device kinds of the problem ({known})", name)
     columns = plan_columns(problem, plan)
+    problem = problem.at_bits(plan.communication)
     lanes = {}
     for device, column in zip(problem.devices, columns, strict=True):
         host = hosts.get(device.name)

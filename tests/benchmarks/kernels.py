@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qsync_opt.kernels import library, reference
+from qsync_opt.kernels import bucket_library, library, reference
+from qsync_opt.kernels.bucket_reference import SCHEMES
 from qsync_opt.kernels.registry import registry_of
 from qsync_opt.kernels.rounding import Rounding
 
@@ -302,13 +303,15 @@ def _buckets(device: torch.device, count: int) -> Iterator[Case]:
         section, floor = f"buckets of {BUCKET}, {bits} bits, fp32", "copy floor"
         shape, copies = f"{count} values", _copy(device, count * (4 + bits / 8))
         yield Case(section=section, shape=shape, name=floor, calls=copies, against=floor)
-        for scheme in reference.SCHEMES:
-            packed, meta = library.bucket_encode(inputs[0], bits, BUCKET, scheme)
-            code = (bits, BUCKET, scheme)
-            encode = [lambda x=x, c=code: library.bucket_encode(x, *c) for x in inputs]
-            code_n = (bits, BUCKET, count, scheme)
+        layout = (count // BUCKET, BUCKET, bits)
+        for scheme in SCHEMES:
+            messages = bucket_library.message_encode(inputs[0], 1, *layout, scheme)
+            encode = [
+                lambda x=x, c=(*layout, scheme): bucket_library.message_encode(x, 1, *c)
+                for x in inputs
+            ]
             decode: list[Call] = [
-                lambda p=packed, m=meta, c=code_n: library.bucket_decode(p, m, *c)  # type: ignore[misc]
+                lambda m=messages, c=(*layout, scheme): bucket_library.message_decode(m, *c)  # type: ignore[misc]
             ]
             for name, calls in ((f"encode, {scheme}", encode), (f"decode, {scheme}", decode)):
                 yield Case(section=section, shape=shape, name=name, calls=calls, against=floor)

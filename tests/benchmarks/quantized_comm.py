@@ -5,7 +5,7 @@
   without codes; bytes on the wire as computed and, where the link is the loopback, as its
   counter saw them (of all ranks and whatever else uses it). GPUs talk over TCP loopback
   (peer-to-peer and shared memory are off), CPUs over gloo.
-- `codec`: encoding and decoding beside the copy floor; needs a GPU.
+- `codec`: messages made, read and added up beside the copy floor; needs a GPU.
 - `perplexity`: training with coded weights and gradients; see `quantized_training`.
 
 Prints tables and keeps them in `results/` with the machine.
@@ -38,7 +38,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.kernels import library
 from qsync_opt.kernels.rounding import RandomKey
 from qsync_opt.measure.clock import spread_of
 from qsync_opt.measure.model_file import load_model, parse_sizes
@@ -96,6 +95,10 @@ SLOW_LINK = {
 _WARM_UP = 3
 _BUCKET = 1024
 _VALUES = 64 * 2**20
+_PARTS = 2
+
+#: Bits and schemes that are timed.
+CODES = ((8, "stochastic"), (8, "shift"), (4, "stochastic"), (4, "learned"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -308,44 +311,68 @@ def _loopback_bytes() -> int:
 
 
 def run_codec(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Device seconds of encoding and decoding, and of copying as many bytes."""
+    """Device seconds of messages made and read, beside copies of as many bytes.
+
+    A sum reads the messages of `_PARTS` ranks and writes one chunk, so it has a floor of its
+    own. Ranges, 8 bytes a bucket, count in no floor.
+    """
     from tests.benchmarks.kernels import Call, Case, _copy, device_times_s
 
     device = torch.device("cuda", torch.cuda.current_device())
-    count = options.values
+    count, key = options.values, RandomKey()
     inputs = [torch.randn(count, device=device) for _ in range(2)]
-    key = RandomKey()
-    for bits, scheme in ((8, "stochastic"), (8, "shift"), (4, "stochastic"), (4, "learned")):
-        layout = layout_of(count, 2, bits)
-        table = levels.even_levels(bits).to(device) if scheme == "learned" else None
-        mode = "stochastic" if table is not None else scheme
+    for bits, scheme in CODES:
+        layout = layout_of(count, _PARTS, bits)
+        table, mode = None, scheme
+        if scheme == "learned":
+            mode = "stochastic"
+            counts = levels.histogram(inputs[0], layout.bucket)
+            table = levels.fit_levels(counts, bits, stochastic=True).to(device)
+        code = (layout, mode, key, table)
+        rows = [bucket_codec.encode(x, *code) for x in inputs]
 
-        def kernels(x: Any, b: int = bits, m: str = mode) -> Any:
-            packed, meta = library.bucket_encode(x, b, _BUCKET, m, key)
-            return library.bucket_decode(packed, meta, b, _BUCKET, x.numel(), m, key)
+        def both(x: Any, own: Any = code) -> Any:
+            return bucket_codec.decode(bucket_codec.encode(x, *own), *own)
 
-        def messages(x: Any, own: Any = layout, m: str = mode, t: Any = table) -> Any:
-            return bucket_codec.decode(bucket_codec.encode(x, own, m, key, t), own, m, key, t)
-
-        floor = _copy(device, 2 * count * (4 + bits / 8))
-        named: dict[str, Sequence[Call]] = {"copy floor": floor}
-        if table is None:
-            named["encode + decode"] = [partial(kernels, x) for x in inputs]
-        named["messages for 2 ranks and back"] = [partial(messages, x) for x in inputs]
-        section = f"{bits} bits, {scheme}"
-        cases = [
-            Case(section=section, shape=str(count), name=name, calls=calls)
-            for name, calls in named.items()
+        halves: dict[str, Sequence[Call]] = {
+            "encode": [partial(bucket_codec.encode, x, *code) for x in inputs],
+            "decode": [partial(bucket_codec.decode, row, *code) for row in rows],
+        }
+        whole: dict[str, Sequence[Call]] = {
+            f"messages for {_PARTS} ranks and back": [partial(both, x) for x in inputs]
+        }
+        groups: list[tuple[float, dict[str, Sequence[Call]]]] = [
+            (count * (4 + bits / 8), halves),
+            (2 * count * (4 + bits / 8), whole),
         ]
-        times_s = device_times_s(cases)
-        for case, seconds in zip(cases, times_s, strict=True):
-            yield {
-                "coding": section,
-                "values": count,
-                "what": case.name,
-                "device_s": seconds,
-                "of_floor": seconds / times_s[0],
+        if mode != "shift":
+            summed: dict[str, Sequence[Call]] = {
+                f"sum of {_PARTS} ranks' messages": [
+                    partial(bucket_codec.decode_mean, row, layout, _PARTS, table) for row in rows
+                ],
+                "decode, then torch's sum": [
+                    lambda row=row, c=code: bucket_codec.decode(row, *c).sum(0).div_(_PARTS)  # type: ignore[misc]
+                    for row in rows
+                ],
             }
+            groups.append((count * (bits / 8 + 4 / _PARTS), summed))
+        for size_bytes, calls in groups:
+            named = {"copy floor": _copy(device, size_bytes), **calls}
+            section = f"{bits} bits, {scheme}"
+            cases = [
+                Case(section=section, shape=str(count), name=name, calls=calls)
+                for name, calls in named.items()
+            ]
+            times_s = device_times_s(cases)
+            for case, seconds in zip(cases, times_s, strict=True):
+                yield {
+                    "coding": section,
+                    "values": count,
+                    "what": case.name,
+                    "floor_bytes": size_bytes,
+                    "device_s": seconds,
+                    "of_floor": seconds / times_s[0],
+                }
 
 
 # --- perplexity --------------------------------------------------------------------------------

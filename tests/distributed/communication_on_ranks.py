@@ -91,7 +91,12 @@ def _run(rank: int, world: int, folder: Path, parts: dict[str, Part]) -> dict[st
 
 def main() -> None:
     """Run the groups one after another."""
-    from tests.distributed import gradients_on_ranks, sharded_training, shards_on_ranks
+    from tests.distributed import (
+        bits_on_ranks,
+        gradients_on_ranks,
+        sharded_training,
+        shards_on_ranks,
+    )
 
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # DDP would load it in every fork
@@ -101,7 +106,7 @@ def main() -> None:
         for world in (*WORLDS, 8):
             parts = {
                 name: part
-                for module in (gradients_on_ranks, shards_on_ranks, sharded_training)
+                for module in (gradients_on_ranks, bits_on_ranks, shards_on_ranks, sharded_training)
                 for name, (part, worlds) in module.PARTS.items()
                 if world in worlds
             }

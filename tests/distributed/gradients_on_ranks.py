@@ -20,6 +20,7 @@ from qsync_opt.runtime.communication import (
     all_reduce_bytes,
     layout_of,
     parse_communication,
+    ring_bytes,
 )
 from qsync_opt.runtime.quantized_comm import GradientHook, compress_gradients
 from qsync_opt.runtime.two_phase import Averaging, Exchange, Memory
@@ -361,13 +362,17 @@ def restart(rank: int, world: int, folder: Path) -> None:
 
 
 def casts_and_mistakes(rank: int, world: int, folder: Path) -> None:
-    """Casts are torch's own; what cannot be done is said."""
+    """Casts are close, and counted; what cannot be done is said."""
     expected = _expected(world)
     whole = torch.cat([g.flatten() for g in expected.values()])
     for word, most in (("fp16", 1e-3), ("bf16", 1e-2), ("fp32", 1e-6)):
         model, wrapped = _models()
-        assert compress_gradients(wrapped, parse_communication(word)) is None
+        found = compress_gradients(wrapped, parse_communication(word))
+        assert (found is None) == (word == "fp32")
+        before = 0 if found is None else found.sent_bytes
         language_loss(wrapped(_batch(rank)), _batch(rank)).backward()
+        if found is not None and world > 1:
+            assert found.sent_bytes - before == ring_bytes(2 * len(whole), world)
         assert float((_flat(model) - whole).norm() / whole.norm()) < most
     _, wrapped = _models()
     with pytest.raises(ParameterError, match="must leave weights alone"):

@@ -10,10 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import gradients_on_ranks, sharded_training, shards_on_ranks
+from tests.distributed import (
+    bits_on_ranks,
+    gradients_on_ranks,
+    sharded_training,
+    shards_on_ranks,
+)
 
 ROOT = Path(__file__).parents[2]
-PARTS = {**gradients_on_ranks.PARTS, **shards_on_ranks.PARTS, **sharded_training.PARTS}
+PARTS = {
+    **gradients_on_ranks.PARTS,
+    **bits_on_ranks.PARTS,
+    **shards_on_ranks.PARTS,
+    **sharded_training.PARTS,
+}
 CASES = [(world, name) for name, (_, worlds) in PARTS.items() for world in worlds]
 
 

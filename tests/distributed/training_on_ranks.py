@@ -27,7 +27,7 @@ from qsync_opt.runtime.layers import layer_of
 from qsync_opt.runtime.metrics import global_losses, read_metrics
 from qsync_opt.runtime.parameters import TrainParameters
 from qsync_opt.runtime.trainer import TrainProgress, TrainResult, TrainStatus, train
-from tests.distributed import changing_plans, unequal_ranks
+from tests.distributed import changing_plans, training_at_bits, unequal_ranks
 from tests.distributed.small_training import (
     KINDS,
     ROWS,
@@ -292,6 +292,7 @@ PARTS: Mapping[str, Callable[[int, Path], None]] = {
     "mixed plan gpt": partial(mixed_plan, "small_gpt"),
     "unwritable folder": unwritable_folder,
     **changing_plans.PARTS,
+    **training_at_bits.PARTS,
     **unequal_ranks.PARTS,
 }
 

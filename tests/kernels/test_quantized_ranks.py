@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,8 +33,17 @@ def _gradients(model: nn.Module) -> Tensor:
     found = []
     for parameter in model.parameters():
         grad: Any = parameter.grad
-        found.append((grad.full_tensor() if hasattr(grad, "full_tensor") else grad).flatten())
+        if isinstance(grad, DTensor):
+            grad = _whole(grad.to_local())
+        found.append(grad.flatten())
     return torch.cat(found)
+
+
+def _whole(shard: Tensor) -> Tensor:
+    """The shards of all ranks, by the host: gloo crashes where it gathers from GPUs."""
+    shards: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(shards, shard.cpu())
+    return torch.cat(shards).cuda()
 
 
 def _backward(model: nn.Module, rank: int, factor: float = 1.0) -> Tensor:

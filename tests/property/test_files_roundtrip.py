@@ -56,9 +56,16 @@ def arrays_of(problem: AllocationProblem) -> list[tuple[str, bytes]]:
     buckets=st.integers(0, 5),
     seed=st.integers(0, 2**31),
     graph=st.sampled_from(["chain", "branching"]),
+    communication=st.lists(st.integers(2, 16), max_size=3),
 )
 def test_generated_problems_come_back(
-    operators: int, precisions: int, devices: int, buckets: int, seed: int, graph: str
+    operators: int,
+    precisions: int,
+    devices: int,
+    buckets: int,
+    seed: int,
+    graph: str,
+    communication: list[int],
 ) -> None:
     problem = generate_problem(
         operators=operators,
@@ -67,6 +74,7 @@ def test_generated_problems_come_back(
         buckets=buckets,
         seed=seed,
         graph=graph,
+        communication=communication,
     )
     raw = encode(from_problem(problem))
     again = parse(raw)
@@ -111,9 +119,12 @@ def test_decimal_numbers_are_read_as_python_reads_them(text: str) -> None:
     devices=st.dictionaries(
         TEXT, st.dictionaries(TEXT, st.sampled_from(list(Precision)), max_size=6), min_size=1
     ),
+    bits=st.lists(st.sampled_from([2, 3, 4, 8, 16, 32]), max_size=4),
 )
-def test_plans_come_back(problem: str, devices: dict[str, dict[str, Precision]]) -> None:
-    plan = PrecisionPlan(problem=problem, devices=devices)
+def test_plans_come_back(
+    problem: str, devices: dict[str, dict[str, Precision]], bits: list[int]
+) -> None:
+    plan = PrecisionPlan(problem=problem, devices=devices, communication=tuple(bits))
     raw = encode(from_plan(plan))
     again = to_plan(decode(raw, PlanDocument, "plan.json"))
     assert again == plan

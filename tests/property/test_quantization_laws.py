@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qsync_opt.kernels import reference
-from qsync_opt.kernels.reference import FP8_FORMATS, GRANULARITIES, SCHEMES
+from qsync_opt.kernels import bucket_reference, reference
+from qsync_opt.kernels.bucket_reference import SCHEMES
+from qsync_opt.kernels.reference import FP8_FORMATS, GRANULARITIES
 from qsync_opt.kernels.rounding import RandomKey, Rounding
 
 FLOATS = st.floats(min_value=-1e6, max_value=1e6, width=32)
@@ -111,9 +112,9 @@ def test_bucket_codes_come_back_within_a_step(
     values: list[float], bits: int, bucket_size: int, scheme: str, key: RandomKey
 ) -> None:
     x = torch.tensor(values, dtype=torch.float32)
-    packed, meta = reference.bucket_encode(x, bits, bucket_size, scheme, key)
+    packed, meta = bucket_reference.bucket_encode(x, bits, bucket_size, scheme, key)
     assert packed.numel() == math.ceil(len(values) * bits / 8)
-    back = reference.bucket_decode(packed, meta, bits, bucket_size, len(values), scheme, key)
+    back = bucket_reference.bucket_decode(packed, meta, bits, bucket_size, len(values), scheme, key)
     step = meta[:, 1].repeat_interleave(bucket_size)[: len(values)].double()
     size = x.abs().amax().item() if len(values) else 0.0
     room = {"nearest": 0.5, "stochastic": 1.0, "shift": 0.5}[scheme]

@@ -21,9 +21,11 @@ from qsync_opt.optimize.evaluate import (
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.optimize.result import SolveParameters, SolveResult, SolveStatus
 from qsync_opt.optimize.solve import solve
+from qsync_opt.plan import bits_text
 from qsync_opt.replayed import solve_replayed
 from qsync_opt.simulate.replay import replay
 from qsync_opt.simulate.tasks import HostCosts
+from tests.coded_problems import tiny_coded_problem
 from tests.host_cases import random_hosts
 from tests.tiny_problems import tiny_problem
 
@@ -195,6 +197,43 @@ def test_other_back_ends_and_whole_programs_agree(solver: str, plain: bool) -> N
             assert got.objective is None
         else:
             assert got.objective == pytest.approx(want.objective, rel=2e-6, abs=1e-12)
+
+
+def test_bits_are_those_without_hosts_and_the_plan_the_best_in_time_at_them() -> None:
+    found = 0
+    for seed in range(60):
+        problem = tiny_coded_problem(seed)
+        if not problem.has_codes:
+            continue
+        hosts = random_hosts(problem, seed, slowdowns=(1.0,))
+        if seed % 4 == 0:
+            hosts = {}
+        got = solve_replayed(problem, hosts, parameters=EXACT)
+        if got.plan is None or got.deadline_s is None or got.objective is None:
+            assert got.status is SolveStatus.INFEASIBLE, seed
+            continue
+        free = solve(replace(problem, deadline_s=got.deadline_s, slack=0.0), parameters=EXACT)
+        bits = got.plan.communication
+        assert free.plan is not None
+        assert bits in (free.plan.communication, problem.fastest_bits) or bits == ()
+        assert f"gradients are sent in {bits_text(bits)}" in got.notes[-1]
+        told = replay(problem, got.plan, hosts=hosts).iteration_time_s
+        assert told <= got.deadline_s * (1 + 1e-8), seed
+        assert free.objective is not None
+        assert got.bound is not None
+        assert got.bound <= free.objective * (1 + ROUNDING)
+        assert free.objective <= got.objective * (1 + ROUNDING)
+        if not hosts:
+            assert got.objective == pytest.approx(free.objective, rel=ROUNDING)
+            assert got.status is SolveStatus.OPTIMAL
+        fixed = problem.at_bits(bits)
+        plans = timed_plans(fixed, hosts)
+        if plans is not None:
+            least = min(o for o, t in plans if t <= got.deadline_s * (1 + ROUNDING))
+            least += problem.bits_perturbation(bits)
+            assert got.objective == pytest.approx(least, rel=ROUNDING, abs=1e-12), seed
+            found += 1
+    assert found > 10
 
 
 def test_bad_input_is_named() -> None:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from qsync_opt.build import build_problem, cluster_kind, version_warnings
 from qsync_opt.costs import Cluster, ClusterKind, DeviceCosts
 from qsync_opt.errors import CostsError, ParameterError
+from qsync_opt.gradient_noise import GradientRanges, cast_variance
 from qsync_opt.graph import OperatorGraph, Role
 from qsync_opt.measure.capture import capture
 from qsync_opt.optimize.evaluate import evaluate_device, follower_columns
@@ -203,6 +204,77 @@ def test_tables_can_differ_from_kind_to_kind(graph: OperatorGraph) -> None:
     for device in problem.devices:
         expected = np.where(device.available, tables[device.name].values, 0.0)
         np.testing.assert_array_equal(device.perturbation, expected)
+
+
+def test_buckets_may_be_sent_at_other_bits(graph: OperatorGraph) -> None:
+    costs = {name: made_up_costs(graph, seed) for seed, name in enumerate(("a", "b"))}
+    tables = {name: made_up_table(graph, seed) for seed, name in enumerate(("a", "b"))}
+    shares = {"a": 0.3, "b": 0.35}
+    workers = {"a": 1, "b": 2}
+    reduce = costs["a"].all_reduce
+    assert reduce is not None
+    cluster = Cluster(
+        kinds=tuple(
+            ClusterKind(name=name, workers=workers[name], batch_share=shares[name])
+            for name in costs
+        ),
+        all_reduce=replace(reduce, ranks=3),
+    )
+    problem = build_problem(graph, costs, tables, cluster, bits=(4, 16, 8))
+    plain = build_problem(graph, costs, tables, cluster)
+    assert [replace(bucket, codes=()) for bucket in problem.buckets] == list(plain.buckets)
+    assert problem.sha256 != plain.sha256
+    for bucket, live in zip(problem.buckets, costs["a"].buckets, strict=True):
+        assert [code.bits for code in bucket.codes] == [16, 8, 4]
+        own = {"ranges": 0.0, "casts": 0.0}
+        mean = {"ranges": 0.0, "casts": 0.0}
+        for name, table in tables.items():
+            found = table.gradients
+            assert found is not None
+            for row, parameter in enumerate(found.parameters):
+                if parameter not in live.parameters:
+                    continue
+                for what in own:
+                    weight = workers[name] * shares[name]
+                    own[what] += weight * shares[name] * getattr(found, f"own_{what}")[row]
+                    mean[what] += weight * getattr(found, f"mean_{what}")[row]
+        expected = {
+            16: cast_variance(3, own["casts"], mean["casts"]),
+            8: (own["ranges"] + mean["ranges"]) / (6 * 255**2),
+            4: (own["ranges"] + mean["ranges"]) / (6 * 15**2),
+        }
+        for code in bucket.codes:
+            assert code.perturbation == pytest.approx(expected[code.bits], rel=1e-12)
+            assert code.all_reduce_s == reduce.time(live.size_bytes, code.bits)
+
+
+def test_other_bits_are_refused_where_something_is_missing(
+    graph: OperatorGraph, costs: DeviceCosts
+) -> None:
+    table = made_up_table(graph)
+    two = Cluster(kinds=(ClusterKind(name="one", workers=2),))
+    assert table.gradients is not None
+    assert costs.all_reduce is not None
+    given = {"one": costs}
+    with pytest.raises(CostsError, match=r"all_reduce\.codes.*got 6\. Measure.*--codes 6"):
+        build_problem(graph, given, table, two, bits=(8, 6))
+    with pytest.raises(ParameterError, match="bits: must be fewer than 32"):
+        build_problem(graph, given, table, two, bits=(32, 8))
+    bare = replace(table, gradients=None)
+    with pytest.raises(ParameterError, match="perturbation of one.*Compute it with --gradients"):
+        build_problem(graph, given, bare, two, bits=(8,))
+    part = GradientRanges(
+        parameters=table.gradients.parameters[1:],
+        own_ranges=table.gradients.own_ranges[1:],
+        mean_ranges=table.gradients.mean_ranges[1:],
+        own_casts=table.gradients.own_casts[1:],
+        mean_casts=table.gradients.mean_casts[1:],
+    )
+    with pytest.raises(ParameterError, match=f"got '{table.gradients.parameters[0]}'"):
+        build_problem(graph, given, replace(table, gradients=part), two, bits=(8,))
+    # A single worker sends nothing.
+    alone = build_problem(graph, given, bare, ONE, bits=(8,))
+    assert not alone.has_codes
 
 
 def test_an_infinite_perturbation_forbids_the_precision(

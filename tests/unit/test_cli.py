@@ -24,6 +24,7 @@ from qsync_opt.optimize.linear import LinearProgram, ProgramSolution
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.optimize.result import METHODS, SOLVERS, SolveParameters, SolveResult, SolveStatus
 from qsync_opt.optimize.solve import solve
+from qsync_opt.plan import bits_text
 
 Captured = pytest.CaptureFixture[str]
 
@@ -267,6 +268,34 @@ def test_a_solution_read_back_is_the_plan_of_solve(
     assert isinstance(evaluation, dict)
     assert evaluation["perturbation"] == pytest.approx(best.objective, rel=1e-9)
     assert evaluate(problem, load_plan(plan_file)).feasible
+
+
+def test_bits_are_shown_wherever_a_plan_is(capsys: Captured, tmp_path: Path) -> None:
+    made, plan_file = tmp_path / "coded.json", tmp_path / "plan.json"
+    arguments = ("--operators", 20, "--communication", "16,8,4", "--seed", 4)
+    run_json(capsys, "generate", made, *arguments)
+    problem = load_problem(made)
+    assert [code.bits for code in problem.buckets[0].codes] == [16, 8, 4]
+    code, shown = run_json(capsys, "solve", made, "--slack", 0, "--output", plan_file)
+    plan = load_plan(plan_file)
+    assert code == 0
+    assert plan.communication
+    assert shown["plan"]["communication"] == list(plan.communication)  # type: ignore[index]
+    told = bits_text(plan.communication)
+    assert cli.main(["solve", str(made), "--slack", "0"]) == 0
+    assert f"note: gradients are sent in {told}" in capsys.readouterr().out
+    assert cli.main(["evaluate", str(made), str(plan_file)]) in (0, 1)
+    assert f"gradients in {told}, which adds" in capsys.readouterr().out
+    assert cli.main(["compare", str(made), "--slack", "0", "--methods", "greedy,exact"]) == 0
+    table = capsys.readouterr().out
+    assert "gradients" in table
+    assert told in " ".join(table.split())
+    _, rows = run_json(capsys, "compare", made, "--slack", 0, "--methods", "exact")
+    assert rows["rows"][0]["communication"] == list(plan.communication)  # type: ignore[index]
+    line = run_refused(capsys, "export", made, tmp_path / "x.mps", "--device", "kind0")
+    assert "must be None where buckets have codes" in line
+    line = run_refused(capsys, "generate", made, "--communication", "64")
+    assert "communication: must be whole numbers from 2 to 16" in line
 
 
 def test_generate_gives_the_same_file_for_the_same_seed(capsys: Captured, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync_opt import console
+from qsync_opt.conversion import from_plan
 from qsync_opt.optimize.result import SolveStatus
 from qsync_opt.plan import PrecisionPlan
 from qsync_opt.precision import Precision
+from qsync_opt.strict_json import encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,12 @@ def test_json_goes_into_every_part_and_leaves_functions_out() -> None:
 def test_json_of_a_plan_is_that_of_its_file() -> None:
     plan = PrecisionPlan(problem="abc", devices={"weak": {"fc": Precision.BF16}})
     assert console.to_json(plan) == {"problem": "abc", "devices": {"weak": {"fc": "bf16"}}}
+    sent = replace(plan, communication=(8, 32))
+    assert json.loads(encode(from_plan(sent))) == {
+        "format": "qsync-opt/plan",
+        "version": 1,
+        **console.to_json(sent),  # type: ignore[dict-item]
+    }
 
 
 @given(st.recursive(st.none() | st.floats() | st.integers() | st.text(), st.lists))

@@ -47,6 +47,28 @@ def test_what_was_not_measured_is_null(costs: DeviceCosts, tmp_path: Path) -> No
     np.testing.assert_array_equal(missing, ~costs.operators.available)
 
 
+def test_averages_at_other_bits_are_priced_beside_the_all_reduce(costs: DeviceCosts) -> None:
+    reduce = costs.all_reduce
+    assert reduce is not None
+    assert reduce.bits == (32, 16, 8, 4)
+    for size in (50, 100, 200, 300, 3000):
+        assert reduce.time(size, 32) == reduce.time(size)
+        assert reduce.time(size, 8) == pytest.approx(reduce.time(size) * 12 / 32)
+    with pytest.raises(CostsError, match=r"it has 32, 16, 8, 4\), got 6\. Measure.*--codes 6"):
+        reduce.time(100, 6)
+
+
+def test_costs_without_other_bits_are_as_in_early_files(costs: DeviceCosts, tmp_path: Path) -> None:
+    assert costs.all_reduce is not None
+    plain = replace(costs, all_reduce=replace(costs.all_reduce, codes=()))
+    save_costs(plain, tmp_path / "costs.json")
+    document = json.loads((tmp_path / "costs.json").read_text())
+    assert set(document["all_reduce"]) == {"ranks", "backend", "bytes", "time_s", "spread"}
+    back = load_costs(tmp_path / "costs.json").all_reduce
+    assert back is not None
+    assert back.bits == (32,)
+
+
 def test_arrays_cannot_be_written(costs: DeviceCosts) -> None:
     with pytest.raises(ValueError, match="read-only"):
         costs.operators.forward_s[0, 0] = 1.0
@@ -81,6 +103,20 @@ def _edited(costs: DeviceCosts, path: Path, edit: Any) -> Path:
         ),
         (lambda d: d["casts"]["elements"].reverse(), CostsError, "casts.elements"),
         (lambda d: d["all_reduce"]["time_s"].pop(), CostsError, "all_reduce"),
+        (lambda d: d["all_reduce"]["codes"].reverse(), CostsError, "all_reduce.codes"),
+        (lambda d: d["all_reduce"]["codes"][1].update(bits=16), CostsError, "all_reduce.codes"),
+        (lambda d: d["all_reduce"]["codes"][0].update(bits=32), CostsError, "all_reduce.codes"),
+        (lambda d: d["all_reduce"]["codes"][2].update(bits=1), CostsError, "all_reduce.codes.bits"),
+        (
+            lambda d: d["all_reduce"]["codes"][0]["time_s"].pop(),
+            CostsError,
+            "all_reduce.codes.16.time_s",
+        ),
+        (
+            lambda d: d["all_reduce"]["codes"][2]["spread"].__setitem__(0, -1.0),
+            CostsError,
+            "all_reduce.codes.4.spread",
+        ),
         (lambda d: d.update(extra=1), FormatError, "must have only the keys"),
     ],
 )

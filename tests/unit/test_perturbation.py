@@ -14,6 +14,7 @@ import pytest
 
 from qsync_opt.errors import FormatError, ParameterError
 from qsync_opt.files import load_perturbations, save_perturbations
+from qsync_opt.gradient_noise import GradientRanges
 from qsync_opt.perturbation import PerturbationProvenance, PerturbationTable
 from qsync_opt.precision import Precision
 
@@ -35,6 +36,15 @@ TABLE = PerturbationTable(
         versions={"torch": "2.13.0"},
         date="2026-01-01T00:00:00+00:00",
     ),
+)
+
+
+RANGES = GradientRanges(
+    parameters=("conv.weight", "conv.bias"),
+    own_ranges=np.array([1.5, 0.0]),
+    mean_ranges=np.array([1.0, 0.0]),
+    own_casts=np.array([1e-3, 1e-9]),
+    mean_casts=np.array([1e-4, 0.0]),
 )
 
 
@@ -79,6 +89,35 @@ def test_writing_then_reading_is_the_identity(tmp_path: Path, name: str) -> None
     save_perturbations(TABLE, tmp_path / name)
     assert load_perturbations(tmp_path / name) == TABLE
     assert hash(load_perturbations(tmp_path / name)) == hash(TABLE)
+
+
+def test_ranges_of_gradients_come_back_and_are_left_out_where_there_are_none(
+    tmp_path: Path,
+) -> None:
+    table = replace(TABLE, gradients=RANGES)
+    save_perturbations(table, tmp_path / "with.json")
+    save_perturbations(TABLE, tmp_path / "without.json")
+    back = load_perturbations(tmp_path / "with.json")
+    assert back == table != TABLE
+    assert back.gradients == RANGES
+    assert hash(back.gradients) == hash(RANGES)
+    documents = [json.loads((tmp_path / f"{n}.json").read_text()) for n in ("with", "without")]
+    assert set(documents[0]) - set(documents[1]) == {"gradients"}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"parameters": ("a", "a")}, "gradients.parameters"),
+        ({"parameters": ("a", "b", "c")}, "gradients.own_ranges"),
+        ({"mean_ranges": np.array([1.0, -1.0])}, r"gradients.mean_ranges\[1\]"),
+        ({"own_casts": np.array([math.nan, 0.0])}, r"gradients.own_casts\[0\]"),
+        ({"mean_casts": np.array([0.0, math.inf])}, r"gradients.mean_casts\[1\]"),
+    ],
+)
+def test_every_rule_of_ranges_is_checked(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ParameterError, match=field):
+        replace(RANGES, **change)
 
 
 def test_infinity_is_null_in_the_file(tmp_path: Path) -> None:
@@ -139,4 +178,5 @@ def test_tables_differ_by_any_part() -> None:
     assert replace(TABLE, method="loss") != TABLE
     assert replace(TABLE, values=TABLE.values * 2) != TABLE
     assert replace(TABLE, graph="f" * 64) != TABLE
+    assert replace(TABLE, gradients=RANGES) != TABLE
     assert TABLE != "a table"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ LETTERS = (
     ("int64_t", "l"),
     ("uint64_t", "u"),
     ("int ", "i"),
+    ("float ", "f"),
 )
 
 
@@ -113,3 +115,20 @@ def test_only_hopper_compiles_what_is_for_hopper() -> None:
         "int8_product_sm90.cu",
         "int8_conv_sm90.cu",
     }
+
+
+def test_sources_are_found_where_a_wheel_puts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    ((place, patterns),) = re.findall(r'^"(share/.*)" = \[(.*)\]', project, re.MULTILINE)
+    assert patterns == '"cuda/*.cu", "cuda/*.cuh"'
+    site, prefix = tmp_path / "site", tmp_path / "prefix"
+    monkeypatch.setattr(build, "__file__", str(site / "qsync_opt" / "kernels" / "build.py"))
+    monkeypatch.setattr(sysconfig, "get_path", {"data": str(prefix)}.__getitem__)
+    with pytest.raises(KernelError, match="not installed"):
+        build.sources_folder()
+    for top in (site, prefix):  # of `pip install --target`, and of an environment
+        (top / place).mkdir(parents=True)
+        (top / place / "one.cu").touch()
+        assert build.sources_folder() == top / place

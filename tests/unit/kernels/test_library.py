@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -38,7 +37,6 @@ def calls() -> dict[str, tuple[Any, ...]]:
     a, b = codes(3, 16), codes(5, 16, seed=1)
     scales = torch.rand(3, 1), torch.rand(5, 1)
     fp8 = [reference.quantize_fp8(matrix(rows, 16), "e4m3", "row") for rows in (3, 5)]
-    packed, meta = reference.bucket_encode(matrix().flatten(), 3, 16, "shift", KEY)
     q, scale = reference.quantize_int8(matrix(), "column")
     return {
         "quantize_int8": (matrix(), "row", *WORDS),
@@ -48,8 +46,6 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "int8_matmul": (a, b, *scales, torch.randn(5), torch.float16),
         "fp8_matmul": (fp8[0][0], fp8[1][0], fp8[0][1], fp8[1][1], None, torch.float32),
         "int8_conv2d": (*images(), *WINDOW, torch.bfloat16),
-        "bucket_encode": (matrix().flatten(), 3, 16, "shift", *WORDS[1:]),
-        "bucket_decode": (packed, meta, 3, 16, 120, "shift", *WORDS[1:], torch.float32),
     }
 
 
@@ -103,18 +99,6 @@ def test_products_are_those_of_the_reference() -> None:
     assert torch.equal(library.fp8_matmul(*arguments), reference.fp8_matmul(*arguments))
     arguments = calls()["int8_conv2d"]
     assert torch.equal(library.int8_conv2d(*arguments), reference.int8_conv2d(*arguments))
-
-
-def test_bucket_codes_are_those_of_the_reference() -> None:
-    x = matrix().flatten()
-    for bits, scheme in itertools.product(range(2, 9), reference.SCHEMES):
-        found = library.bucket_encode(x, bits, 16, scheme, KEY)
-        expected = reference.bucket_encode(x, bits, 16, scheme, KEY)
-        assert torch.equal(found[0], expected[0])
-        values = library.bucket_decode(*found, bits, 16, x.numel(), scheme, KEY)
-        assert torch.equal(
-            values, reference.bucket_decode(*expected, bits, 16, x.numel(), scheme, KEY)
-        )
 
 
 def test_compiled_code_holds_the_operators_in_one_graph() -> None:
@@ -176,12 +160,5 @@ def test_wrong_options_are_refused() -> None:
         library.quantize_int8(matrix(), "block")
     with pytest.raises(ParameterError, match="format"):
         library.quantize_fp8(matrix(), "e3m4", "row")
-    with pytest.raises(ParameterError, match="scheme"):
-        library.bucket_encode(matrix().flatten(), 4, 16, "floor")
-    packed, meta = library.bucket_encode(matrix().flatten(), 4, 16, "nearest")
-    with pytest.raises(ParameterError, match="packed"):
-        library.bucket_decode(packed[:-1], meta, 4, 16, 120, "nearest")
-    with pytest.raises(ParameterError, match="meta"):
-        library.bucket_decode(packed, meta[:-1], 4, 16, 120, "nearest")
     with pytest.raises(ParameterError, match="scale"):
         library.dequantize(A, COLUMNS, torch.float32)

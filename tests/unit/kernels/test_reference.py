@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from qsync_opt.errors import ParameterError
 from qsync_opt.kernels import reference
-from qsync_opt.kernels.reference import FP8_FORMATS, GRANULARITIES, SCHEMES
+from qsync_opt.kernels.reference import FP8_FORMATS, GRANULARITIES
 from qsync_opt.kernels.rounding import RandomKey, Rounding
 
 INF, NAN = math.inf, math.nan
@@ -184,77 +184,6 @@ def test_int8_convolution_is_exact(
     assert out.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_bucket_codes_are_one_little_endian_string_of_bits(scheme: str, bits: int) -> None:
-    x, key = randn(77), RandomKey(step=bits)
-    packed, meta = reference.bucket_encode(x, bits, 16, scheme, key)
-    whole = int.from_bytes(bytes(packed.tolist()), "little")
-    found = torch.tensor([(whole >> (bits * i)) & (2**bits - 1) for i in range(77)])
-    assert packed.numel() == math.ceil(77 * bits / 8)
-    assert whole >> (bits * 77) == 0
-    low, step = (meta[:, i].repeat_interleave(16)[:77] for i in range(2))
-    ends = [x[i : i + 16] for i in range(0, 77, 16)]
-    assert meta[:, 0].tolist() == [part.min().item() for part in ends]
-    place = (x - low) / step
-    if scheme == "nearest":
-        assert torch.equal(found, place.round().long())
-    else:
-        assert float((found - place).abs().max()) <= 1 + 1e-5
-    back = reference.bucket_decode(packed, meta, bits, 16, 77, scheme, key)
-    room = {"nearest": 0.5, "stochastic": 1.0, "shift": 0.5}[scheme]
-    assert bool(((back - x).abs() <= room * step * (1 + 1e-5) + 1e-6).all())
-
-
-@pytest.mark.parametrize("scheme", ["stochastic", "shift"])
-def test_bucket_codes_are_unbiased(scheme: str) -> None:
-    x = randn(64)
-    count, key = 2000, RandomKey(step=1)
-    many = x.repeat(count)
-    packed, meta = reference.bucket_encode(many, 3, 32, scheme, key)
-    draws = reference.bucket_decode(packed, meta, 3, 32, len(many), scheme, key).view(count, 64)
-    meta = meta[:2]
-    step = meta[:, 1].repeat_interleave(32)
-    inner = (x > meta[:, 0].repeat_interleave(32)) & (
-        x < (meta[:, 0] + 7 * meta[:, 1]).repeat_interleave(32) - 1e-6
-    )
-    error = (draws.mean(0) - x)[inner] / step[inner]
-    # A draw is off by at most one step, with a variance of at most a quarter of its square.
-    assert float(error.abs().max()) <= 5 * 0.5 / math.sqrt(count) + 1e-5
-
-
-def test_a_shift_has_half_the_error_of_a_coin() -> None:
-    x = torch.rand(4096, generator=torch.Generator().manual_seed(1))
-    mean_square = {}
-    for scheme in SCHEMES:
-        errors = []
-        for number in range(64):
-            key = RandomKey(step=number)
-            packed, meta = reference.bucket_encode(x, 4, 1024, scheme, key)
-            back = reference.bucket_decode(packed, meta, 4, 1024, 4096, scheme, key)
-            errors.append(((back - x) / meta[:, 1].repeat_interleave(1024)).square().mean())
-        mean_square[scheme] = float(torch.stack(errors).mean())
-    # Uniform in a step of width 1: 1/12; a coin with chance p: p (1 - p), on average 1/6.
-    assert mean_square["nearest"] == pytest.approx(1 / 12, rel=0.05)
-    assert mean_square["shift"] == pytest.approx(1 / 12, rel=0.05)
-    assert mean_square["stochastic"] == pytest.approx(1 / 6, rel=0.05)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_edges_of_buckets(scheme: str) -> None:
-    constant = torch.full((24,), 3.25)
-    packed, meta = reference.bucket_encode(constant, 4, 8, scheme)
-    assert torch.equal(reference.bucket_decode(packed, meta, 4, 8, 24, scheme), constant)
-    broken = randn(24)
-    broken[9] = INF
-    packed, meta = reference.bucket_encode(broken, 4, 8, scheme)
-    back = reference.bucket_decode(packed, meta, 4, 8, 24, scheme)
-    assert back.isfinite().view(3, 8).any(1).tolist() == [True, False, True]
-    assert back.isfinite().view(3, 8).all(1).tolist() == [True, False, True]
-    packed, meta = reference.bucket_encode(torch.empty(0), 4, 8, scheme)
-    assert reference.bucket_decode(packed, meta, 4, 8, 0, scheme).shape == (0,)
-
-
 @pytest.mark.parametrize(
     ("call", "field"),
     [
@@ -262,9 +191,6 @@ def test_edges_of_buckets(scheme: str) -> None:
         (lambda: reference.quantize_int8(torch.zeros(2), "row"), "x"),
         (lambda: reference.quantize_int8(torch.zeros(2, 2), "rows"), "granularity"),
         (lambda: reference.quantize_fp8(torch.zeros(2, 2), "e3m4", "row"), "format"),
-        (lambda: reference.bucket_encode(torch.zeros(8), 9, 8, "shift"), "bits"),
-        (lambda: reference.bucket_encode(torch.zeros(8), 8, 12, "shift"), "bucket_size"),
-        (lambda: reference.bucket_encode(torch.zeros(8), 8, 8, "coin"), "scheme"),
     ],
 )
 def test_bad_arguments_are_named(call: object, field: str) -> None:

@@ -5,11 +5,15 @@ import math
 import pytest
 import torch
 
+from qsync_opt.kernels import rounding
 from qsync_opt.kernels.rounding import (
     RandomKey,
     Rounding,
+    half_words,
     mix64,
     philox_4x32,
+    philox_key,
+    round_by_carry,
     round_to_integer,
     uniform,
 )
@@ -90,3 +94,35 @@ def test_nearest_ties_go_to_even() -> None:
     value = torch.tensor([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5])
     expected = torch.tensor([-2.0, -2.0, 0.0, 0.0, 2.0, 2.0])
     assert torch.equal(round_to_integer(value, Rounding.NEAREST, RandomKey()), expected)
+
+
+def test_half_words_are_those_of_their_block_from_the_lowest_on() -> None:
+    key = RandomKey(seed=2, step=9, tensor=-5)
+    found = half_words(21, key, CPU).tolist()
+    tensor = torch.tensor([key.tensor & 0xFFFFFFFF]), torch.tensor([0xFFFFFFFF])
+    for block in range(3):
+        counter = torch.tensor([block]), torch.tensor([0]), *tensor
+        words = philox_4x32(counter, philox_key(key))[0].tolist()
+        number = sum(word << (32 * place) for place, word in enumerate(words))
+        expected = [(number >> (16 * place)) & 0xFFFF for place in range(8)]
+        own = found[8 * block : 8 * block + 8]
+        assert own == expected[: len(own)]
+
+
+@pytest.mark.parametrize("fraction_bits", [15, 16])
+def test_a_carry_is_off_by_half_a_place_over_all_draws(
+    fraction_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every draw once: the mean is the value at so many places, exactly; whole numbers stay."""
+    every = torch.arange(2**16)
+    monkeypatch.setattr(rounding, "half_words", lambda *_: every)
+    for value in (0.0, 3.0, 127.0, 0.5, 1 / 3, 6.999999, 100.123, 2.0**-16, 2.0**-17, 1e-30):
+        given = torch.full((2**16,), value)
+        found = round_by_carry(given, fraction_bits, RandomKey()).double()
+        exact = given[0].double()
+        mean = float(found.mean())
+        assert mean * 2**fraction_bits == round(float(exact) * 2**fraction_bits)
+        assert abs(mean - float(exact)) <= 2.0 ** -(fraction_bits + 1)
+        assert set(found.tolist()) <= {float(exact.floor()), float(exact.ceil())}
+        share = float(exact - exact.floor())
+        assert float(found.var(correction=0)) == pytest.approx(share * (1 - share), abs=2**-16)

@@ -383,8 +383,10 @@ def test_all_reduces_between_processes_are_timed() -> None:
     options = {"find_unused_parameters": True}  # half of the chain is for other tests
     buckets = read_buckets(trained, chain_batch(), functional.cross_entropy, **options)
     sizes = sizes_to_measure(buckets)
-    costs = measure_local_all_reduce(sizes, 2)
+    costs = measure_local_all_reduce(sizes, 2, codes=(4, 16))
     assert costs.ranks == 2
+    assert costs.bits == (32, 16, 4)
+    assert all((row.time_s > 0).all() for row in costs.codes)
     assert costs.backend == "gloo"
     assert (costs.time_s > 0).all()
     assert {bucket.size_bytes for bucket in buckets} <= set(costs.size_bytes.tolist())

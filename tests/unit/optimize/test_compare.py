@@ -356,3 +356,27 @@ def test_uniform_plans_get_no_hint(
     monkeypatch.setattr(module, "solve", recording)
     pareto(paced, slacks=[0.0, 1.0], methods=["uniform", "greedy"])
     assert hints == [None] * 4
+
+
+# -- buckets with codes -------------------------------------------------------------------------
+
+
+def test_methods_choose_bits_and_the_front_of_the_exact_one_never_rises() -> None:
+    problem = generate_problem(operators=30, seed=4, communication=(16, 8, 4))
+    curve = pareto(problem, slacks=(0.0, 0.1, 0.5), methods=("uniform", "greedy", "exact"))
+    before: float | None = None
+    for point in curve.points:
+        uniform, greedy, exact = (row.objective for row in point.comparison.rows)
+        assert exact is not None
+        assert greedy is not None
+        assert exact <= greedy
+        assert uniform is None or greedy <= uniform
+        assert before is None or exact <= before
+        before = exact
+        for row in point.comparison.rows:
+            if row.plan is not None:
+                judged = evaluate(problem, row.plan, deadline_s=point.deadline_s)
+                assert judged.feasible
+                assert judged == row.evaluation
+    assert curve.points[0].comparison.rows[-1].plan is not None
+    assert curve.points[0].comparison.rows[-1].plan.communication  # the fastest pace needs them

@@ -11,6 +11,7 @@ import pytest
 from qsync_opt.optimize import elimination, factors
 from qsync_opt.optimize.arrays import FloatArray, IntArray
 from qsync_opt.optimize.brute_force import brute_force_columns, brute_force_fastest
+from qsync_opt.optimize.climb import Point
 from qsync_opt.optimize.evaluate import (
     DeviceEvaluation,
     allowed_columns,
@@ -19,7 +20,7 @@ from qsync_opt.optimize.evaluate import (
 )
 from qsync_opt.optimize.factors import FactorGraph
 from qsync_opt.optimize.generate import generate_problem
-from qsync_opt.optimize.lagrangian import Lagrangian, Point
+from qsync_opt.optimize.lagrangian import Lagrangian
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from tests.tiny_problems import UNLIMITED, random_column, tiny_problem
 

@@ -18,13 +18,14 @@ import pytest
 from qsync_opt.errors import ParameterError
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
 from qsync_opt.optimize.backends import solve_program
+from qsync_opt.optimize.byte_rows import add_byte_rows
 from qsync_opt.optimize.evaluate import (
     TIME_TOLERANCE,
     allowed_columns,
     evaluate_columns,
     evaluate_device,
 )
-from qsync_opt.optimize.formulation import Formulation, add_byte_rows, formulate
+from qsync_opt.optimize.formulation import Formulation, formulate
 from qsync_opt.optimize.linear import LazyNames, LinearProgram, ProgramBuilder
 from qsync_opt.optimize.problem import AllocationProblem, DeviceKind
 from qsync_opt.optimize.result import SolveStatus

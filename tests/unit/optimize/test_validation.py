@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,7 @@ def both(*changes: Change) -> Change:
     return lambda data: [change(data) for change in changes]
 
 
+CODE = {"bits": 8, "all_reduce_s": 0.001, "perturbation": 0.5}
 D0 = ("devices", 0)
 WEAK = "devices.weak"
 TRANSIENTS = ("forward_transient_bytes", "backward_transient_bytes")
@@ -71,6 +73,34 @@ CASES: list[tuple[Change, str, str, object]] = [
         "buckets[0].all_reduce_s",
         "must be a finite number >= 0",
         -1e-9,
+    ),
+    *(
+        (
+            put("buckets", 0, "codes", value=[{**CODE, name: bad}]),
+            f"buckets[0].codes[0].{name}",
+            rule,
+            bad,
+        )
+        for name, bad, rule in (
+            ("bits", 1, "must be a whole number from 2 to 16"),
+            ("bits", 17, "must be a whole number from 2 to 16"),
+            ("all_reduce_s", -1.0, "must be a finite number >= 0"),
+            ("perturbation", -1.0, "must be a finite number >= 0"),
+        )
+    ),
+    (
+        put("buckets", 1, "codes", value=[CODE, CODE]),
+        "buckets[1].codes[1].bits",
+        "must be below the bits before it (8)",
+        8,
+    ),
+    (
+        both(
+            *(put("buckets", k, "codes", value=[{**CODE, "perturbation": 1e308}]) for k in range(2))
+        ),
+        "buckets[*].codes[*].perturbation",
+        "must sum to a number that a double can hold",
+        math.inf,
     ),
     # Pace.
     (put("slack", value=-0.1), "slack", "must be a finite number >= 0", -0.1),
@@ -458,6 +488,7 @@ def test_numpy_scalars_are_numbers() -> None:
         {"operators": ("conv",)},
         {"operators": {"conv": 1}},
         {"buckets": ({"all_reduce_s": 0.1, "size_bytes": 1},)},
+        {"buckets": (Bucket(all_reduce_s=0.1, size_bytes=1, codes=(8,)),) * 2},  # type: ignore[arg-type]
         {"buckets": None},
         {"devices": tiny_problem().devices[0]},
         {"devices": (None,)},

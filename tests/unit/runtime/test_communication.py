@@ -7,11 +7,14 @@ import pytest
 from qsync_opt.errors import ParameterError
 from qsync_opt.runtime.communication import (
     BUCKET_SIZE,
+    CODE_BITS,
     Coding,
     Communication,
     all_reduce_bytes,
+    communication_at,
     layout_of,
     parse_communication,
+    ring_bytes,
 )
 
 WORDS = ("fp32", "fp16", "bf16", "w8g8", "g8", "g4", "g4l", "g4e", "w6", "w4lg4l", "w8g2le")
@@ -54,6 +57,25 @@ def test_options_that_exclude_each_other() -> None:
         Communication(bucket_size=1020)
     with pytest.raises(ParameterError, match="must be one of fp16, bf16"):
         Communication(cast="fp8")
+
+
+def test_bits_say_how_gradients_are_sent() -> None:
+    assert communication_at(32) == Communication()
+    assert communication_at(16) == Communication(cast="bf16")
+    for bits in CODE_BITS:
+        assert communication_at(bits) == Communication(gradients=Coding(bits=bits))
+    for wrong in (0, 1, 9, 12, 24, 64, True):
+        with pytest.raises(ParameterError, match="must be 2 to 8, 16 or 32"):
+            communication_at(wrong)
+
+
+def test_bytes_of_values_that_are_not_coded_are_those_of_a_ring() -> None:
+    for world in (2, 3, 8):
+        whole = all_reduce_bytes(3000, world, 32, exact=24)
+        assert whole == 2 * (world - 1) * 4 * 3024 // world
+        assert all_reduce_bytes(3000, world, 16, exact=24) == whole // 2
+        assert ring_bytes(4 * 3024, world) == whole
+    assert ring_bytes(10**6, 1) == 0
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7, 8, 64])

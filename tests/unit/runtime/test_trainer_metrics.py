@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     for rank, own in rows.items():
         write(tmp_path, rank, own)
     assert read_metrics(tmp_path) == rows
+
+
+def test_files_of_early_releases_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path, 0, [replace(row(0), sent_bytes=7), row(1)])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.pop("sent_bytes") for line in lines] == [7, 0]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_metrics(tmp_path)[0] == [row(0), row(1)]
 
 
 def test_every_prefix_of_a_file_parses(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from qsync_opt.precision import Precision
 from qsync_opt.simulate.memory import memory_timeline
 from qsync_opt.simulate.replay import replay
 from qsync_opt.simulate.tasks import HostCosts, Tasks, Work, device_tasks
+from tests.coded_problems import tiny_coded_problem
 from tests.tiny_problems import random_column, tiny_problem
 
 SEEDS = range(150)
@@ -152,6 +153,25 @@ def test_the_cases_meet_every_limit() -> None:
             waited.add(kind.waiting_s > 1e-6 * shown.iteration_time_s)
             stretched.add(kind.compute_s > 1.001 * plain.kinds[name].compute_s)
     assert bound == waited == stretched == {True, False}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_buckets_are_reduced_in_the_bits_of_the_plan(seed: int) -> None:
+    problem = tiny_coded_problem(seed)
+    rng = np.random.default_rng(seed)
+    columns = [random_column(problem, device, rng) for device in problem.devices]
+    bits = [int(rng.choice([c.bits for c in bucket.choices])) for bucket in problem.buckets]
+    plan = plan_from_columns(problem, columns, bits)
+    shown = replay(problem, plan)
+    assert shown.iteration_time_s == pytest.approx(
+        evaluate(problem, plan).iteration_time_s, rel=1e-12
+    )
+    fixed = problem.at_bits(bits)
+    took = shown.reduce_end_s - shown.reduce_start_s
+    np.testing.assert_allclose(took, [b.all_reduce_s for b in fixed.buckets], atol=1e-9)
+    if problem.has_codes:
+        with pytest.raises(PlanError, match="communication"):
+            replay(problem, replace(plan, communication=(8,) * (len(bits) + 1)))
 
 
 @pytest.mark.parametrize("seed", range(0, 150, 10))

@@ -1,0 +1,377 @@
+"""`JointSearch`: precisions of all kinds and bits of all buckets, solved to proven optimality.
+
+The steps are those of `exact`, taken for all kinds at once:
+
+1. The joint Lagrangian (`joint_lagrangian`) gives a lower bound L, prices, and plans with bits.
+2. Those plans, and the caller's, give an incumbent U.
+3. At the best prices, options of operators and codes of buckets that no plan below U (1 - gap)
+   can take are dropped.
+4. Where little stays open, it is one multiple-choice knapsack (`joint_core`), searched by
+   labels; what those do not end goes to the back end as the joint program (`formulation`).
+5. Where much does, branch on the operator or the bucket whose likely options differ most
+   (`joint_branching`), and go on from 3.
+
+Bits are bounded and dropped like any option, so that no combination of them is tried one by
+one: a decomposition over kinds at fixed bits would have to be solved for each of the many
+combinations that the gap of the kinds' Lagrangians does not tell apart.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from qsync_opt.optimize.arrays import FloatArray, IntArray
+from qsync_opt.optimize.climb import Climb, Point
+from qsync_opt.optimize.joint_apart import KindsApart
+from qsync_opt.optimize.joint_branching import split_jointly
+from qsync_opt.optimize.joint_core import (
+    JointCore,
+    NothingOpenError,
+    OpenOptions,
+    find_joint_core,
+    open_options,
+)
+from qsync_opt.optimize.joint_incumbent import JointIncumbent
+from qsync_opt.optimize.joint_lagrangian import JointLagrangian, NoPlanError
+from qsync_opt.optimize.joint_program import joint_program, open_domains
+from qsync_opt.optimize.joint_vectors import soonest
+from qsync_opt.optimize.kind import Limits
+from qsync_opt.optimize.knapsack import KnapsackSearch
+from qsync_opt.optimize.problem import AllocationProblem
+from qsync_opt.optimize.proof import ROUNDING, KindSolution, Proof
+from qsync_opt.optimize.proposals import BackEnd
+from qsync_opt.optimize.result import SolveParameters, SolveStatus
+
+#: Open choices in the cores that look for better plans.
+_SMALL_CORES = (60, 240)
+
+#: Labels of the knapsack search, one pass after another.
+_WIDTH = 100
+_MERGED_WIDTHS = (300, 500, 1_000)
+
+#: Steps of the search for prices that give a feasible plan.
+_RAISES = 12
+
+#: How often what is open is looked at again because a better plan left less of it.
+_MOST_LOOKS = 8
+
+#: As in `exact` and `cores`: nodes at which better plans are looked for, nodes after which few
+#: enough open choices are all given to the back end, nodes in all, points a node may evaluate;
+#: open choices that the back end is given rather than branched on, and rather than nothing.
+_IMPROVED = frozenset(2**power for power in range(12))
+_PATIENCE = 6
+_MOST_BRANCHINGS = 60
+_NODE_ROUNDS = 25
+_FEW = 60
+_FLOW = 400
+
+#: Combinations of bits of a node at which the kinds are solved alone.
+_MOST_APART = 8
+
+
+class JointSearch:
+    """The search; see the module.
+
+    Args:
+        problem: a problem whose buckets have codes.
+        kinds: indices of equal device kinds, one list for each distinct kind.
+        deadline_s: iteration time to keep.
+        parameters: gap and back end.
+        limits: when to stop.
+        report: called with (phase, objective, bound) as the work goes on.
+
+    Attributes:
+        incumbent: the best plan so far.
+    """
+
+    def __init__(
+        self,
+        problem: AllocationProblem,
+        kinds: Sequence[Sequence[int]],
+        deadline_s: float,
+        *,
+        parameters: SolveParameters,
+        limits: Limits,
+        report: Callable[[str, float | None, float | None], None],
+    ) -> None:
+        self._problem, self._kinds, self._deadline_s = problem, kinds, deadline_s
+        self.incumbent = JointIncumbent(problem, kinds, deadline_s)
+        self._proof = Proof(
+            self.incumbent,
+            relative_gap=parameters.relative_gap,
+            time_left=limits.time_left,
+            stop=lambda: limits.interrupter.stopped,
+        )
+        self._back_end = BackEnd(
+            solver=parameters.solver,
+            seed=parameters.seed,
+            relative_gap=self._proof.gap,
+            time_left=limits.time_left,
+            count=self._proof.count,
+            interrupter=limits.interrupter,
+        )
+        self._report = report
+        self._joint: JointLagrangian | None = None
+        self._climbed: Climb | None = None
+        self._apart = KindsApart(problem, self._proof, parameters, limits)
+        self._proven: SolveStatus | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to do, or no time to do it."""
+        return self._proven is not None or self._proof.is_over()
+
+    def solution(self) -> KindSolution:
+        """The state as it is; its column is flat (`JointIncumbent`)."""
+        return self._proof.solution(self._proven)
+
+    # -- the whole program at once ---------------------------------------------------------
+
+    def solve_plainly(self) -> None:
+        """Give the joint program to the back end as it is.
+
+        Raises:
+            SolverUnavailableError: the back end failed.
+        """
+        self._proof.raise_bound(self._flow(None, math.inf))
+
+    def _flow(self, least: OpenOptions | None, threshold: float) -> float:
+        """The joint program over the options below a threshold; a lower bound of all plans."""
+        open_ = None
+        if least is not None and self._joint is not None:
+            open_ = open_domains(self._joint, least, threshold)
+        return self._back_end.solve(
+            joint_program(self._problem, self.incumbent, open_),
+            self.incumbent,
+            bound=self._proof.bound,
+            threshold=threshold,
+        )
+
+    # -- steps 1 and 2 ---------------------------------------------------------------------
+
+    def climb(self) -> None:
+        """The best prices, and plans near them."""
+        began = time.perf_counter()
+        try:
+            joint = JointLagrangian(self._problem, self._kinds, self._deadline_s)
+        except NoPlanError:
+            self._proven = SolveStatus.INFEASIBLE
+            return
+        self._joint = joint
+
+        def visit(point: Point) -> bool:
+            self._proof.count("rounds")
+            self._offer(point)
+            return self._proof.out_of_time()
+
+        def enough(value: float) -> bool:
+            self._proof.raise_bound(value - ROUNDING * abs(value))
+            return self._proof.is_closed
+
+        tolerance = max(self._proof.gap * 0.02, 1e-9)
+        self._climbed = joint.maximise(tolerance=tolerance, visit=visit, enough=enough)
+        if self._climbed.impossible:
+            self._proven = SolveStatus.INFEASIBLE
+        else:
+            enough(self._climbed.best.value)
+            self._raise_prices(joint, self._climbed.best)
+        self._proof.statistics["bound_s"] = time.perf_counter() - began
+        self._report("bounds and heuristics", self._proof.objective, self._proof.bound)
+
+    def _offer(self, point: Point) -> bool:
+        """Offer the plan of a point if it keeps every row; says whether it does."""
+        if self._joint is None or (point.excess > 0).any():
+            return False
+        self.incumbent.offer(self._joint.columns_of(point.options))
+        return True
+
+    def _raise_prices(self, joint: JointLagrangian, point: Point) -> None:
+        """Bisect for the smallest factor on the prices whose plan is feasible."""
+        if not point.prices.any() or self._proof.is_closed:
+            return
+        low, high = 1.0, 1.0 + 1e-3
+        for _ in range(_RAISES):
+            if self._proof.out_of_time():
+                return
+            middle = high if low == 1.0 else math.sqrt(low * high)
+            if self._offer(joint.evaluate(point.prices * middle)):
+                high = middle
+                if low == 1.0:
+                    return
+            else:
+                low, high = middle, max(high, 1.0 + (middle - 1.0) * 8)
+
+    # -- steps 3 to 5 ----------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Branch until what a node leaves open is solved, for all nodes.
+
+        Raises:
+            SolverUnavailableError: the back end failed.
+        """
+        if self._joint is None or self._climbed is None or self.is_over:
+            return
+        joint, root = self._joint, self._climbed
+        nothing = np.concatenate([mask.ravel() for masks in joint.masks(None) for mask in masks])
+        queue = [(root.best.value, 0, nothing, root)]
+        first = open_options(joint, root.best)
+        sequence, done, nodes = 1, math.inf, 0  # done: lowest bound of the nodes finished
+        while queue:
+            value, _, closed, climb = heapq.heappop(queue)
+            self._proof.raise_bound(min(done, value))
+            self._report("branching", self._proof.objective, self._proof.bound)
+            if self._proof.is_over():
+                return
+            nodes += 1
+            self._proof.count("branchings")
+            patient = nodes <= _PATIENCE or first.count(self._proof.target) > _FLOW
+            if not patient or nodes > _MOST_BRANCHINGS:
+                self._proof.raise_bound(self._flow(first, self._proof.target))
+                return
+            least = open_options(joint, climb.best, closed)
+            if nodes in _IMPROVED:
+                self._improve(joint, climb.best, least, closed)
+            bound = self._settle_node(joint, climb, closed, least)
+            if bound is not None:
+                done = min(done, max(bound, value))
+                continue
+            for side in split_jointly(joint, climb.best, least, self._proof.target, value):
+                there = closed + side
+                child = self._climb_from(joint, climb, there)
+                if not child.impossible:
+                    worth = max(child.best.value, value)
+                    heapq.heappush(queue, (worth, sequence, there, child))
+                    sequence += 1
+        self._proof.raise_bound(done)
+
+    def _climb_from(self, joint: JointLagrangian, parent: Climb, closed: FloatArray) -> Climb:
+        """The best bound of a node, from its parent's prices and those of its plans that stay."""
+
+        def visit(point: Point) -> bool:
+            self._offer(point)
+            return self._proof.out_of_time()
+
+        return joint.maximise(
+            tolerance=max(self._proof.gap * 0.1, 1e-9),
+            visit=visit,
+            enough=lambda value: value >= self._proof.target,
+            start=parent.best.prices,
+            known=[point for point in parent.points if not joint.takes(point, closed)],
+            closed=closed,
+            rounds=_NODE_ROUNDS,
+        )
+
+    def _improve(
+        self, joint: JointLagrangian, point: Point, least: OpenOptions, closed: FloatArray
+    ) -> None:
+        """Look for better plans among the choices that are nearest to equal."""
+        for size in _SMALL_CORES:
+            threshold = least.threshold(size)
+            if threshold >= self._proof.target or self._proof.out_of_time() or not joint.exact:
+                return
+            try:
+                core = find_joint_core(joint, point, least, threshold, closed)
+            except NothingOpenError:
+                return
+            if core is None:
+                return
+            self._search(core, threshold, ())
+
+    def _settle_node(
+        self, joint: JointLagrangian, climb: Climb, closed: FloatArray, least: OpenOptions
+    ) -> float | None:
+        """Solve what a node leaves open, if that is little.
+
+        Returns:
+            A lower bound of the node's plans, or None if it should be branched on.
+        """
+        for _ in range(_MOST_LOOKS):
+            target = self._proof.target
+            self._proof.statistics["open"] = float(least.count(target))
+            core = None
+            try:
+                if joint.exact:
+                    core = find_joint_core(joint, climb.best, least, target, closed)
+            except NothingOpenError:
+                return target  # no plan of the node is below it
+            if core is not None:
+                bound, complete = self._search(core, target, _MERGED_WIDTHS)
+                if complete or self._proof.out_of_time():
+                    return bound
+            elif self._apart.vectors(joint, climb.best, closed, least) is not None:
+                break  # few combinations of bits: at each the kinds are solved anyway
+            if self.incumbent.column is not None:
+                self._apart.solve(self.incumbent.read(self.incumbent.column)[1])
+            if self._proof.target == target:
+                break  # no better plan, which would leave less open
+        apart = self._solve_apart(joint, climb, closed, least)
+        if apart is not None:
+            return apart
+        few = self._proof.statistics["open"] <= (_FEW if core is None else _FLOW)
+        return self._flow(least, self._proof.target) if few else None
+
+    def _solve_apart(
+        self, joint: JointLagrangian, climb: Climb, closed: FloatArray, least: OpenOptions
+    ) -> float | None:
+        """Solve the kinds alone at the combinations of bits that a node leaves open.
+
+        First at the soonest of what is open, which bounds the kinds at all of them.
+
+        Returns:
+            A lower bound of the node's plans, or None if the combinations are many.
+        """
+        vectors = self._apart.vectors(joint, climb.best, closed, least)
+        if vectors is None:
+            return None
+        reached, solved = self._proof.target, 0
+        if len(vectors) > 1:
+            self._apart.solve(soonest(self._problem, [vector.bits for vector in vectors]))
+        for vector in sorted(vectors, key=self._apart.least):
+            if self._apart.least(vector) < self._proof.target:
+                if self._proof.out_of_time():
+                    return min(reached, self._apart.least(vector))
+                if solved == _MOST_APART:
+                    return None
+                mask = closed + joint.only(self.incumbent.codes(vector.bits))
+                alone = self._climb_from(joint, climb, mask)
+                bound = math.inf if alone.impossible else alone.best.value - vector.spared
+                if bound >= self._proof.target:
+                    reached = min(reached, bound)
+                    continue
+                self._apart.solve(vector.bits)
+                solved += 1
+            reached = min(reached, self._apart.least(vector))
+        return reached
+
+    def _search(
+        self, core: JointCore, threshold: float, merged_widths: Sequence[int]
+    ) -> tuple[float, bool]:
+        """Search a core: lower bound of its plans and those left out, and whether it ended."""
+        began = time.perf_counter()
+
+        def accept(items: IntArray) -> bool:
+            column = core.column_of(items)
+            return self.incumbent.offer(column) or self.incumbent.keeps(column)
+
+        solution = KnapsackSearch(
+            core.knapsack,
+            prices=core.prices,
+            target=self._proof.target - core.constant,
+            gap=self._proof.gap * max(self._proof.bound, 0.0),
+            width=_WIDTH,
+            merged_widths=merged_widths,
+            stop=self._proof.out_of_time,
+            accept=accept,
+        ).solve()
+        self._proof.count("relaxations", solution.relaxations)
+        self._proof.count("labels", solution.labels)
+        self._proof.count("core_s", time.perf_counter() - began)
+        bound = core.constant + solution.bound
+        if math.isfinite(bound):  # infinite where no plan is below the target
+            bound -= ROUNDING * abs(bound)
+        return min(bound, threshold), solution.complete
