@@ -6,7 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from qsync_opt import console
-from qsync_opt.report import memory_chart, pareto_chart, precision_map, timelines, training_charts
+from qsync_opt.report import (
+    memory_chart,
+    pareto_chart,
+    plan_tables,
+    precision_map,
+    timelines,
+    training_charts,
+)
 from qsync_opt.report.inputs import ReportInputs
 from qsync_opt.report.picture import Picture
 from qsync_opt.report.tables import Table
@@ -85,98 +92,8 @@ def _plans(inputs: ReportInputs) -> Section:
         name="plans-section",
         title="Plans",
         text=tuple(text),
-        tables=(_plan_table(inputs), _kind_table(inputs)) if inputs.plans else (),
+        tables=plan_tables.all_tables(inputs) if inputs.plans else (),
         missing="" if inputs.plans else _NO_PLANS,
-    )
-
-
-def _plan_table(inputs: ReportInputs) -> Table:
-    found = {} if inputs.comparison is None else {r.method: r for r in inputs.comparison.rows}
-    best = min(part.perturbation for part in inputs.evaluations.values())
-    rows = []
-    for name, part in inputs.evaluations.items():
-        row = found.get(name)
-        rows.append(
-            (
-                name,
-                part.perturbation,
-                part.perturbation / best if best else None,
-                None if row is None else row.bound,
-                None if row is None else row.gap,
-                part.iteration_time_s,
-                inputs.deadline_s,
-                part.feasible,
-                "; ".join(str(broken) for broken in part.violations[:2]),
-                None if row is None else console.status_name(row.status.name),
-                None if row is None else row.solve_s,
-            )
-        )
-    columns = (
-        "plan",
-        "perturbation",
-        "times_best",
-        "bound",
-        "gap",
-        "iteration_time_s",
-        "deadline_s",
-        "feasible",
-        "broken_rules",
-        "status",
-        "solve_s",
-    )
-    return _without_empty(
-        Table(name="plans", title="Plans by name", columns=columns, rows=tuple(rows))
-    )
-
-
-def _kind_table(inputs: ReportInputs) -> Table:
-    rows = []
-    for name, evaluation in inputs.evaluations.items():
-        for device in inputs.problem.devices:
-            part = evaluation.devices[device.name]
-            rows.append(
-                (
-                    name,
-                    device.name,
-                    device.workers,
-                    device.batch_share,
-                    part.perturbation,
-                    part.compute_s,
-                    part.cast_forward_s + part.cast_backward_s,
-                    part.iteration_time_s,
-                    part.peak_memory_bytes,
-                    device.memory_bytes,
-                    part.peak_operator,
-                )
-            )
-    columns = (
-        "plan",
-        "device_kind",
-        "workers",
-        "batch_share",
-        "perturbation",
-        "compute_s",
-        "cast_s",
-        "iteration_time_s",
-        "peak_memory_bytes",
-        "budget_bytes",
-        "peak_operator",
-    )
-    return Table(name="kinds", title="Plans by device kind", columns=columns, rows=tuple(rows))
-
-
-def _without_empty(table: Table) -> Table:
-    """The table without columns in which no row has a value."""
-    kept = [
-        index
-        for index in range(len(table.columns))
-        if any(row[index] not in (None, "") for row in table.rows)
-    ]
-    return Table(
-        name=table.name,
-        title=table.title,
-        columns=tuple(table.columns[index] for index in kept),
-        rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
     )
 
 

@@ -139,7 +139,7 @@ LAYERS = (
     ("report.looks", "report.measured", "report.tables"),
     ("report.inputs", "report.picture"),
     ("report.precision_map", "report.timelines", "report.memory_chart", "report.pareto_chart"),
-    ("report.training_charts",),
+    ("report.plan_tables", "report.training_charts"),
     ("report.sections",),
     ("report.page",),
     ("report.writing",),

@@ -240,3 +240,20 @@ def test_a_folder_that_cannot_be_written_is_named(inputs: ReportInputs, tmp_path
 def test_csv_cells_are_exact(folder: Path, inputs: ReportInputs) -> None:
     rows = list(csv.DictReader(io.StringIO((folder / "losses.csv").read_text())))
     assert [float(row["exact"]) for row in rows] == list(inputs.runs["exact"].losses)
+
+
+def test_bits_of_buckets_are_those_of_the_plans(tmp_path: Path) -> None:
+    problem = generate_problem(operators=12, precisions=2, devices=2, communication=(16, 8))
+    plans = {m: solve(problem, method=m).require_plan() for m in ("exact", "fastest")}
+    write_report(ReportInputs(problem=problem, plans=plans), tmp_path)
+    with (tmp_path / "buckets.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    for name, plan in plans.items():
+        mine = [row for row in rows if row["plan"] == name]
+        bits = plan.communication or (32,) * len(problem.buckets)
+        assert [int(row["bits"]) for row in mine] == list(bits)
+        added = sum(float(row["perturbation"]) for row in mine)
+        assert added == pytest.approx(problem.bits_perturbation(bits))
+        sent_s = [bucket.all_reduce_s for bucket in problem.at_bits(bits).buckets]
+        assert [float(row["all_reduce_s"]) for row in mine] == sent_s
+    assert {int(row["bits"]) for row in rows} - {32}
