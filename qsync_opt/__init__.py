@@ -49,14 +49,14 @@ if TYPE_CHECKING:
     from qsync_opt.optimize.export import write_mps as write_mps
     from qsync_opt.optimize.generate import generate_problem as generate_problem
     from qsync_opt.optimize.problem import AllocationProblem as AllocationProblem
-    from qsync_opt.optimize.problem import CastTensors as CastTensors
     from qsync_opt.optimize.problem import DeviceKind as DeviceKind
     from qsync_opt.optimize.problem import Operator as Operator
-    from qsync_opt.optimize.problem import SavedTensors as SavedTensors
     from qsync_opt.optimize.result import SolveParameters as SolveParameters
     from qsync_opt.optimize.result import SolveResult as SolveResult
     from qsync_opt.optimize.result import SolveStatus as SolveStatus
     from qsync_opt.optimize.solve import solve as solve
+    from qsync_opt.optimize.tensors import CastTensors as CastTensors
+    from qsync_opt.optimize.tensors import SavedTensors as SavedTensors
     from qsync_opt.perturbation import PerturbationTable as PerturbationTable
     from qsync_opt.plan import PrecisionPlan as PrecisionPlan
     from qsync_opt.precision import Precision as Precision
@@ -118,13 +118,12 @@ _PUBLIC = {
     "qsync_opt.optimize.generate": ("generate_problem",),
     "qsync_opt.optimize.problem": (
         "AllocationProblem",
-        "CastTensors",
         "DeviceKind",
         "Operator",
-        "SavedTensors",
     ),
     "qsync_opt.optimize.result": ("SolveParameters", "SolveResult", "SolveStatus"),
     "qsync_opt.optimize.solve": ("solve",),
+    "qsync_opt.optimize.tensors": ("CastTensors", "SavedTensors"),
     "qsync_opt.perturbation": ("PerturbationTable",),
     "qsync_opt.plan": ("PrecisionPlan",),
     "qsync_opt.precision": ("Precision",),

@@ -7,11 +7,7 @@ Where the pieces come from:
   DDP's buckets, and its share of the time between operators;
 - casts: on the edge from producer to consumer (`costs` says who pays what). Layers share the
   forward cast of a tensor, so they are in one row; everybody else has a row of their own;
-- saved tensors: per storage dtype, as captured; copies with scales as measured; what only
-  exists inside an operator as measured;
-- transients: what is in memory only while an operator runs, from the lifetimes in the graph.
-  A tensor that others made and nobody keeps is counted in the dtype that the running operator
-  hands on.
+- memory: `device_memory`.
 """
 
 from __future__ import annotations
@@ -19,14 +15,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from math import isnan, prod
+from math import isnan
 
 import numpy as np
 
 from qsync_opt.costs import ClusterKind, DeviceCosts
+from qsync_opt.device_memory import MemoryTables
 from qsync_opt.graph import GraphTensor, OperatorGraph, Role
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
-from qsync_opt.optimize.problem import CastTensors, DeviceKind, SavedTensors
+from qsync_opt.optimize.problem import CastTensors, DeviceKind
 from qsync_opt.perturbation import PerturbationTable
 from qsync_opt.precision import HANDED_ON, Precision
 
@@ -65,7 +62,8 @@ class DeviceTables:
         if budget is None:
             budget = memory.device_bytes - memory.context_bytes
         forward, backward = self.times()
-        transients = self._transients()
+        tables = MemoryTables(self._graph, self._costs, self._precisions, self.available)
+        transients = tables.transients()
         return DeviceKind(
             name=kind.name,
             workers=kind.workers,
@@ -78,7 +76,7 @@ class DeviceTables:
             backward_s=np.where(self.available, backward, 0.0),
             perturbation=np.where(self.available, self._perturbations(), 0.0),
             tensors=self._casts(),
-            saved=self._saved(),
+            saved=tables.saved,
             forward_transient_bytes=transients[0],
             backward_transient_bytes=transients[1],
             pins=kind.pins,
@@ -114,8 +112,8 @@ class DeviceTables:
                 dtype = self._handed_on(precision)
                 for output in row.outputs:
                     tensor = self._graph.tensors[output]
-                    if tensor.gradients > 1 and _is_float(tensor):
-                        extra = self._costs.casts.addition(_elements(tensor), dtype)
+                    if tensor.gradients > 1 and tensor.is_float:
+                        extra = self._costs.casts.addition(tensor.elements, dtype)
                         backward[index, column] += _known(extra) * (tensor.gradients - 1)
             backward[index] += self._parameter_gradients_s(index)
         if between:
@@ -167,7 +165,7 @@ class DeviceTables:
             return 0.0
         given = [i for i in row.inputs if self._graph.tensors[i].producer is None]
         given = [i for i in given if self._graph.tensors[i].parameter is None]
-        if not any(_is_float(self._graph.tensors[i]) for i in given):
+        if not any(self._graph.tensors[i].is_float for i in given):
             return 0.0
         return _known(self._input_cast_s(operator, precision, Precision.FP32))
 
@@ -249,7 +247,7 @@ class DeviceTables:
     def _cast_rows(self) -> Iterator[tuple[int, list[int], FloatArray, FloatArray]]:
         """Producer, consumers, forward and backward table of every row."""
         for index, tensor in enumerate(self._graph.tensors):
-            if tensor.producer is None or not _is_float(tensor):
+            if tensor.producer is None or not tensor.is_float:
                 continue
             alone: list[int] = []
             sharing: dict[str, list[int]] = defaultdict(list)
@@ -301,7 +299,7 @@ class DeviceTables:
                 continue  # quantises its operands by itself
             else:
                 target = precision.storage
-                seconds = self._costs.casts.cast(_elements(tensor), source, target)
+                seconds = self._costs.casts.cast(tensor.elements, source, target)
             table[p, q] = _known(seconds)
         return table
 
@@ -317,117 +315,12 @@ class DeviceTables:
         for p, q in self._pairs(consumer, producer if producer is not None else consumer):
             source = self._handed_on(self._precisions[q])
             target = self._handed_on(self._precisions[p])
-            table[p, q] = _known(self._costs.casts.cast(_elements(tensor), source, target))
+            table[p, q] = _known(self._costs.casts.cast(tensor.elements, source, target))
         return table
-
-    # Memory
 
     def _unused_bytes(self) -> int:
         """What the allocator holds without handing it out; it counts against the device."""
         return max((step.unused_bytes for step in self._costs.steps), default=0)
-
-    def _rounded(self, size: int) -> int:
-        unit = self._costs.memory.rounding_bytes
-        return -(-size // unit) * unit
-
-    def _saved(self) -> SavedTensors:
-        storages = tuple(dict.fromkeys(p.storage for p in self._precisions))
-        savers: list[list[int]] = []
-        sizes: list[list[int]] = []
-        for row_savers, row in (*self._kept_tensors(storages), *self._kept_inside(storages)):
-            if any(row):
-                savers.append(row_savers)
-                sizes.append([self._rounded(size) for size in row])
-        return SavedTensors.from_rows(
-            savers=savers,
-            size_bytes=np.array(sizes, dtype=np.int64).reshape(len(savers), len(storages)),
-            dtypes=storages,
-        )
-
-    def _kept_tensors(self, storages: Sequence[Precision]) -> Iterator[tuple[list[int], list[int]]]:
-        """Rows of captured tensors: savers, and bytes by storage dtype.
-
-        A storage is counted whole. Who reads a part of it and casts that part keeps less than
-        is counted here.
-        """
-        for saved in self._graph.saved:
-            if saved.tensor is None:
-                continue
-            if not saved.follows_precision:  # one copy, whatever the precision of who keeps it
-                yield [saved.savers[0]], [saved.bytes_at(Precision.FP32)] * len(storages)
-                continue
-            sizes = [saved.bytes_at(dtype) for dtype in storages]
-            readers = [saver for saver in saved.savers if saver not in saved.kept_output]
-            for column, dtype in enumerate(storages):
-                if not readers and dtype in (Precision.INT8, Precision.FP8):
-                    sizes[column] = saved.bytes_at(self._costs.half)
-                measured = [self._input_bytes(reader, dtype) for reader in readers]
-                if max(measured, default=-1) >= 0:
-                    sizes[column] = max(measured)
-            yield list(saved.savers), sizes
-
-    def _input_bytes(self, operator: int, dtype: Precision) -> int:
-        """Measured size of the copy of its input that an operator keeps; -1 where unknown."""
-        if dtype not in (Precision.INT8, Precision.FP8) or dtype not in self._costs.precisions:
-            return -1
-        signature = self._graph.operators[operator].signature
-        column = self._costs.precisions.index(dtype)
-        return int(self._costs.operators.input_bytes[signature, column])
-
-    def _kept_inside(self, storages: Sequence[Precision]) -> Iterator[tuple[list[int], list[int]]]:
-        table = self._costs.operators.own_saved_bytes
-        for index, row in enumerate(self._graph.operators):
-            sizes = [0] * len(storages)
-            for column, precision in enumerate(self._precisions):
-                if self.available[index, column]:
-                    place = storages.index(precision.storage)
-                    own = int(table[row.signature, self._costs.precisions.index(precision)])
-                    sizes[place] = max(sizes[place], own)
-            yield [index], sizes
-
-    def _transients(self) -> tuple[IntArray, IntArray]:
-        operators = self._costs.operators
-        forward = np.nan_to_num(self._of_signatures(operators.forward_transient_bytes, 0))
-        backward = np.nan_to_num(self._of_signatures(operators.backward_transient_bytes, 0))
-        passing, pending = self._passing_elements()
-        width = np.array([self._handed_on(p).element_bytes for p in self._precisions])
-        forward += passing[:, None] * width
-        backward += pending[:, None] * width
-        return (
-            np.where(self.available, forward, 0).astype(np.int64),
-            np.where(self.available, backward, 0).astype(np.int64),
-        )
-
-    def _passing_elements(self) -> tuple[FloatArray, FloatArray]:
-        """Elements alive while each operator runs that nobody keeps, forward and backward, [N]."""
-        graph, count = self._graph, self._shape[0]
-        first_saver = {
-            graph.tensors[row.tensor].storage: row.savers[0]
-            for row in reversed(graph.saved)
-            if row.tensor is not None
-        }
-        passing, pending = np.zeros(count), np.zeros(count)
-        spans: dict[int, list[int]] = {}
-        for tensor in graph.tensors:
-            if tensor.producer is None or not _is_float(tensor):
-                continue
-            last = max(tensor.consumers, default=tensor.producer)
-            span = spans.setdefault(tensor.storage, [tensor.producer, last, _elements(tensor)])
-            span[1] = max(span[1], last)
-            if tensor.gradients:
-                pending[tensor.producer : last] += _elements(tensor)
-        for storage, (producer, last, elements) in spans.items():
-            end = min(last + 1, first_saver.get(storage, count))
-            passing[producer : max(end, producer)] += elements
-        return passing, pending
-
-
-def _elements(tensor: GraphTensor) -> int:
-    return prod(tensor.shape)
-
-
-def _is_float(tensor: GraphTensor) -> bool:
-    return tensor.dtype == "float32"
 
 
 def _known(seconds: float) -> float:

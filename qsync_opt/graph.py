@@ -21,7 +21,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cached_property
+from math import prod
 from types import MappingProxyType
+from typing import Any
 
 from qsync_opt.precision import Precision
 
@@ -180,6 +182,10 @@ class GraphTensor:
         consumers: operators that read it, ascending, each once.
         gradients: how many gradients autograd adds up for it: one for every use that has a
             backward. One fewer is the number of additions of its size in the backward.
+        held_until: the last operator during whose forward the code of the model still holds
+            it or a view of it (a local variable lives until its function returns). What
+            backward keeps does not count. None where no operator makes it, and where it is
+            not known.
     """
 
     shape: tuple[int, ...]
@@ -191,6 +197,23 @@ class GraphTensor:
     parameter: int | None = None
     consumers: tuple[int, ...]
     gradients: int
+    held_until: int | None = None
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return prod(self.shape)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether a precision can change its dtype."""
+        return self.dtype == "float32"
+
+    @property
+    def last_needed(self) -> int | None:
+        """The last operator during whose forward it is in memory, kept or not."""
+        known = (*self.consumers[-1:], self.producer, self.held_until)
+        return max((index for index in known if index is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,10 +275,7 @@ class GraphParameter:
     @property
     def elements(self) -> int:
         """How many numbers it holds."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -387,11 +407,15 @@ class OperatorGraph:
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the step itself: neither names of graphs nor times nor provenance."""
+        """SHA-256 of the step itself: neither names of graphs nor times nor provenance.
+
+        How long the code of the model holds tensors is no part of it: nothing that is
+        measured of operators depends on it.
+        """
         skip = ("name", "coverage", "provenance")
         rows = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in skip}
         plain = {
-            name: [asdict(row) if hasattr(row, "__dataclass_fields__") else row for row in value]
+            name: [_plain(row) if hasattr(row, "__dataclass_fields__") else row for row in value]
             if isinstance(value, tuple)
             else value
             for name, value in rows.items()
@@ -402,8 +426,12 @@ class OperatorGraph:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OperatorGraph):
             return NotImplemented
-        mine = (self.name, self.coverage, self.provenance, self.sha256)
-        return mine == (other.name, other.coverage, other.provenance, other.sha256)
+        mine = (self.name, self.coverage, self.provenance, self.tensors, self.sha256)
+        return mine == (other.name, other.coverage, other.provenance, other.tensors, other.sha256)
 
     def __hash__(self) -> int:
         return hash(self.sha256)
+
+
+def _plain(row: Any) -> dict[str, object]:
+    return {name: value for name, value in asdict(row).items() if name != "held_until"}

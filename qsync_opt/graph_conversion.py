@@ -71,6 +71,7 @@ def to_graph(document: GraphDocument) -> OperatorGraph:
                 parameter=None if row.parameter is UNSET else row.parameter,
                 consumers=tuple(row.consumers),
                 gradients=row.gradients,
+                held_until=None if row.held_until is UNSET else row.held_until,
             )
             for i, row in enumerate(document.tensors)
         ),
@@ -241,6 +242,7 @@ def from_graph(graph: OperatorGraph) -> GraphDocument:
                 parameter=UNSET if tensor.parameter is None else tensor.parameter,
                 consumers=list(tensor.consumers),
                 gradients=tensor.gradients,
+                held_until=UNSET if tensor.held_until is None else tensor.held_until,
             )
             for tensor in graph.tensors
         ],

@@ -74,6 +74,7 @@ class GraphTensorPart(Part, kw_only=True):
     parameter: Whole | UnsetType = UNSET
     consumers: list[Whole]
     gradients: Whole
+    held_until: Whole | UnsetType = UNSET
 
 
 class GraphSavedPart(Part, kw_only=True):

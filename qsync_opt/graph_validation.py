@@ -55,6 +55,7 @@ def _check_indices(graph: OperatorGraph) -> None:
         for index, size, name in (
             (tensor.producer, operators, "producer"),
             (tensor.parameter, len(graph.parameters), "parameter"),
+            (tensor.held_until, operators, "held_until"),
         ):
             if index is not None:
                 _in_range((index,), size, f"tensors[{i}].{name}")
@@ -104,6 +105,12 @@ def _check_tensors(graph: OperatorGraph) -> None:
             f"{where}.producer",
             "must stand before the consumers",
             (tensor.producer, tensor.consumers),
+        )
+        _require(
+            tensor.held_until is None or (made and tensor.held_until == tensor.last_needed),
+            f"{where}.held_until",
+            "must be given only where the origin is an operator, and not before a consumer",
+            tensor.held_until,
         )
         _require(
             tensor.consumers == readers[i],

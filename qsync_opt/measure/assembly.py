@@ -246,6 +246,7 @@ class Assembly:
             if (kept := self._value_of_storage(saved.storage)) is not None:
                 order[kept] = None
         storages: dict[int, int] = {}
+        held = self._held()
         tensors = []
         for value in order:
             entry = self._values[value]
@@ -260,9 +261,18 @@ class Assembly:
                     parameter=entry.parameter,
                     consumers=tuple(dict.fromkeys(consumers[value])),
                     gradients=self._gradients(entry),
+                    held_until=held[entry.storage] if value in self._producer else None,
                 )
             )
         return tuple(tensors), {value: index for index, value in enumerate(order)}
+
+    def _held(self) -> dict[int, int]:
+        """For every storage the last operator during which the model holds a tensor in it."""
+        last: dict[int, int] = {}
+        for entry in self._values:
+            call = len(self._recorder.calls) - 1 if entry.held is None else entry.held
+            last[entry.storage] = max(last.get(entry.storage, 0), call)
+        return {storage: self._saver(call) for storage, call in last.items()}
 
     def _gradients(self, entry: Value) -> int:
         if entry.parameter is not None:

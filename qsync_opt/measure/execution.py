@@ -34,9 +34,9 @@ class RecordingCache(CastCache):
         super().__init__()
         self.requests: list[tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]] = []
 
-    def get(self, x: Tensor, key: Any, make: Any) -> Any:
+    def get(self, x: Tensor, key: Any, make: Any, *, hold: bool = True) -> Any:
         """As `CastCache.get`."""
-        found = super().get(x, key, make)
+        found = super().get(x, key, make, hold=hold)
         self.requests.append((make, found))
         return found
 

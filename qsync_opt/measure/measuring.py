@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +12,16 @@ import torch
 from torch import distributed, nn
 
 from qsync_opt.costs import (
-    AS_DTYPE,
-    LARGEST_SPREAD,
     AllReduceCosts,
     DeviceCosts,
     ElementCosts,
     GradientBucket,
-    OperatorCosts,
     OptimizerCosts,
     StepCosts,
     Unavailable,
 )
-from qsync_opt.errors import MeasureError, ParameterError, QsyncError
-from qsync_opt.graph import OperatorGraph, Role
+from qsync_opt.errors import MeasureError, ParameterError
+from qsync_opt.graph import OperatorGraph
 from qsync_opt.measure.casts import element_counts, measure_elements
 from qsync_opt.measure.clock import Clock
 from qsync_opt.measure.communication import (
@@ -36,9 +32,9 @@ from qsync_opt.measure.communication import (
 )
 from qsync_opt.measure.memory import CUDA_ROUNDING_BYTES, fixed_memory
 from qsync_opt.measure.notebook import Notebook, Refusal
-from qsync_opt.measure.operators import OperatorMeasurement, OperatorMeter
 from qsync_opt.measure.provenance import provenance_of
 from qsync_opt.measure.step import Loss
+from qsync_opt.measure.survey import OperatorSurvey
 from qsync_opt.measure.uniform import (
     converted,
     measure_optimizer,
@@ -47,14 +43,9 @@ from qsync_opt.measure.uniform import (
     uniform_plan,
 )
 from qsync_opt.precision import HANDED_ON, Precision
-from qsync_opt.runtime.availability import available_precisions, supported_precisions
+from qsync_opt.runtime.availability import available_precisions
 from qsync_opt.runtime.casts import half_dtype
 from qsync_opt.runtime.host_memory import keep_freed_memory
-
-#: Spreads of what takes less than this share of the whole do not matter.
-_NEGLIGIBLE = 0.005
-
-_WORST_SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,11 +169,13 @@ class _Measurement:
             if p not in self._has
         ]
         self._warnings: list[str] = []
-        self._entries = self._operator_entries()
+        self._survey = OperatorSurvey(
+            graph, self._clock, self._precisions, self._dtypes, self._notebook, self._tell
+        )
         self._sizes = element_counts(graph)
         self._done = 0
         steps = len(self._precisions) + 1 if trained is not None else 0
-        self._total = len(self._entries) + len(self._sizes) + steps + 2
+        self._total = len(self._survey) + len(self._sizes) + steps + 2
 
     def run(self) -> DeviceCosts:
         try:
@@ -192,7 +185,7 @@ class _Measurement:
         return costs
 
     def _run(self) -> DeviceCosts:
-        operators = self._operators()
+        operators = self._survey.run()
         casts = self._casts()
         buckets, steps = self._buckets(), self._steps()
         unit = CUDA_ROUNDING_BYTES if self._device.type == "cuda" else 1
@@ -221,117 +214,13 @@ class _Measurement:
             buckets=buckets,
             all_reduce=self._all_reduce(buckets),
             steps=steps,
-            unavailable=tuple(self._unavailable),
-            warnings=tuple(self._warnings),
+            unavailable=(*self._unavailable, *self._survey.unavailable),
+            warnings=(*self._survey.warnings, *self._warnings),
             provenance=provenance_of(self._graph, self._device),
         )
 
-    # Operators
-
     def _handed_on(self, precision: Precision) -> Precision:
         return self._half if precision.output is not precision.storage else precision.output
-
-    def _operator_entries(self) -> dict[tuple[int, Precision], int]:
-        """What is measured: (signature, precision) -> an operator of that signature."""
-        entries: dict[tuple[int, Precision], int] = {}
-        for index, row in enumerate(self._graph.operators):
-            for precision in self._precisions:
-                if row.role is Role.FIXED and precision is not Precision.FP32:
-                    continue
-                if row.role is Role.FOLLOWER and precision not in self._dtypes:
-                    continue
-                entries.setdefault((row.signature, precision), index)
-        return entries
-
-    def _operators(self) -> OperatorCosts:
-        meter = OperatorMeter(self._graph, self._clock, self._dtypes)
-        found: dict[tuple[int, Precision], OperatorMeasurement] = {}
-        for (signature, precision), operator in self._entries.items():
-            row = self._graph.operators[operator]
-            self._tell(f"{row.kind} of {row.name} at {precision}")
-            try:
-                found[signature, precision] = OperatorMeasurement.from_list(
-                    self._notebook.numbers(
-                        f"operator {signature} {precision}",
-                        lambda o=operator, p=precision: self._take(meter, o, p),  # type: ignore[misc]
-                    )
-                )
-            except Refusal as refusal:
-                if precision is Precision.FP32:
-                    raise MeasureError(
-                        f"{row.kind} of {row.name} cannot be run in fp32: {refusal}",
-                        "Register what it uses with torch.library, or capture a smaller batch",
-                    ) from None
-                self._unavailable.append(
-                    Unavailable(signature=signature, precision=precision, reason=str(refusal))
-                )
-        self._again(meter, found)
-        return self._tables(found)
-
-    def _take(self, meter: OperatorMeter, operator: int, precision: Precision) -> list[float]:
-        """The numbers of one operator.
-
-        Raises:
-            Refusal: it has no form at this precision, ran out of memory, or is refused.
-        """
-        row = self._graph.operators[operator]
-        if row.role is Role.ADJUSTABLE and precision not in supported_precisions(row.kind):
-            raise Refusal(f"{row.kind} has no form at {precision}")
-        try:
-            return meter.measure(operator, precision).to_list()
-        except QsyncError as error:
-            raise Refusal(str(error)) from None
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
-            short = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in short:
-                short = f"out of memory: {short}"
-            raise Refusal(short) from None
-        finally:
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-
-    def _again(
-        self, meter: OperatorMeter, found: dict[tuple[int, Precision], OperatorMeasurement]
-    ) -> None:
-        """Measure again, with more time between, what was disturbed; tell what stays disturbed."""
-        total = sum(row.forward_s + row.backward_s for row in found.values())
-        for key in [key for key, row in found.items() if _is_disturbed(row, total)]:
-            operator = self._entries[key]
-            with suppress(Refusal):
-                numbers = self._take(meter, operator, key[1])
-                once_more = OperatorMeasurement.from_list(numbers)
-                if _worst(once_more) < _worst(found[key]):
-                    found[key] = once_more
-                    self._notebook.put(f"operator {key[0]} {key[1]}", numbers)
-        disturbed = [key for key, row in found.items() if _is_disturbed(row, total)]
-        if disturbed:
-            disturbed.sort(key=lambda key: -_worst(found[key]))
-            worst = ", ".join(
-                f"{self._graph.operators[self._entries[key]].name} at {key[1]}"
-                f" {_worst(found[key]):.0%}"
-                for key in disturbed[:_WORST_SHOWN]
-            )
-            self._warnings.append(
-                f"{len(disturbed)} of {len(found)} timings spread by more than"
-                f" {LARGEST_SPREAD:.0%} ({worst}): the device was busy; measure again alone"
-            )
-
-    def _tables(self, found: Mapping[tuple[int, Precision], OperatorMeasurement]) -> OperatorCosts:
-        shape = (len(self._graph.signatures), len(self._precisions))
-        tables: dict[str, Any] = {}
-        for name in OperatorCosts.__dataclass_fields__:
-            if name == "input_cast_s":
-                tables[name] = np.full((*shape, len(HANDED_ON)), np.nan)
-            elif name.endswith("bytes"):
-                empty = AS_DTYPE if name == "input_bytes" else 0
-                tables[name] = np.full(shape, empty, dtype=np.int64)
-            else:
-                tables[name] = np.full(shape, np.nan)
-        for (signature, precision), row in found.items():
-            column = self._precisions.index(precision)
-            for name, table in tables.items():
-                table[signature, column] = getattr(row, name)
-        return OperatorCosts(**tables)
 
     # The rest
 
@@ -425,20 +314,6 @@ def _columns(
         known = ", ".join(p for p in Precision if p in has)
         raise ParameterError("precisions", f"must be of {known}, which the device has", precision)
     return tuple(p for p in Precision if p in wanted)
-
-
-def _worst(row: OperatorMeasurement) -> float:
-    return max(row.forward_spread, row.backward_spread)
-
-
-def _is_disturbed(row: OperatorMeasurement, total_s: float) -> bool:
-    return any(
-        spread > LARGEST_SPREAD and time_s > _NEGLIGIBLE * total_s
-        for time_s, spread in (
-            (row.forward_s, row.forward_spread),
-            (row.backward_s, row.backward_spread),
-        )
-    )
 
 
 def _optimizer_list(costs: OptimizerCosts) -> list[float]:

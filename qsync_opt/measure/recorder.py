@@ -74,7 +74,7 @@ class Recorder:
         self._module_calls: dict[str, int] = {}
         self._finished: set[int] = set()
         self._scopes = [("", _type_name(model), model.training, 0)]
-        self.tensors = TensorTable(model, batch.values())
+        self.tensors = TensorTable(model, batch.values(), lambda: len(self.calls) - 1)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

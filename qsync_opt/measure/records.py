@@ -31,6 +31,8 @@ class Value:
 
     Attributes:
         view_of: the value whose memory a call without computation made this from.
+        held: the newest call when the tensor was given up; None while it is held. What backward
+            keeps does not count.
         node: its autograd node and which output of the node it is; None without gradient.
     """
 
@@ -43,6 +45,7 @@ class Value:
     dtype: str
     size_bytes: int
     node: tuple[object, int] | None
+    held: int | None = None
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ recorded needs no more memory than one that is not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,6 +27,7 @@ class TensorTable:
     Args:
         model: its parameters and buffers are known from the start.
         batch: so are these.
+        newest_call: the call that was recorded last, whenever it is asked.
 
     Attributes:
         values: in the order in which they were met.
@@ -33,7 +35,9 @@ class TensorTable:
             the call.
     """
 
-    def __init__(self, model: nn.Module, batch: Iterable[Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Iterable[Tensor], newest_call: Callable[[], int]
+    ) -> None:
         self.values: list[Value] = []
         self.custom: dict[int, int] = {}
         self._by_tensor: Any = WeakTensorKeyDictionary()
@@ -42,6 +46,8 @@ class TensorTable:
         self._written: dict[int, int] = {}
         # As long as a weak reference is there, no other memory gets the same key.
         self._references: dict[int, StorageWeakRef] = {}
+        self._newest_call = newest_call
+        self._held: dict[int, weakref.ref[Tensor]] = {}
         for index, parameter in enumerate(model.parameters()):
             self.add(parameter, Origin.PARAMETER, parameter=index)
         for buffer in model.buffers():
@@ -84,9 +90,15 @@ class TensorTable:
             )
         )
         self._by_tensor[tensor] = index
+        self._held[index] = weakref.ref(tensor, lambda _: self._give_up(index))
         self._newest[key] = index
         self._first.setdefault(key, index)
         return index
+
+    def _give_up(self, index: int) -> None:
+        """Nobody holds the tensor of a value any more."""
+        self.values[index].held = self._newest_call()
+        del self._held[index]
 
     def overwrite(self, tensor: Tensor, index: int) -> None:
         """From now on the memory of a tensor holds this value."""

@@ -1,40 +1,81 @@
-"""`KindsApart`: the kinds solved alone at given bits, and what that proves of other bits.
+"""`KindsApart`: bits chosen by bounds of the kinds, which are solved alone at few of them.
 
-The kinds fall apart once the bits are fixed (`run`); what is proven of them there holds at all
-bits whose tails are no shorter (`joint_vectors`).
+The kinds fall apart once the bits are fixed (`run`), so a plan is bits and, for each kind, the
+best at their tails. The combinations of bits that bounds leave open are listed
+(`joint_listing`), and then closed, many at a time:
+
+1. The kinds solved at the soonest of all that is open bound every combination; their plans are
+   offered with the best bits that are slow enough for them.
+2. The prices that are best at one combination bound all others too (`joint_vectors`). Where
+   they leave that one open, the kinds are solved there.
+
+So bits that the kinds' Lagrangians do not tell apart cost a few solves of the kinds, not one
+program of all kinds and buckets (a decomposition after Benders, 1962, and Hooker and Ottosson,
+2003: prices and solves at some bits are the cuts of a master program over bits, which is small
+enough to be listed).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from qsync_opt.errors import SolverUnavailableError
 from qsync_opt.optimize.arrays import FloatArray
-from qsync_opt.optimize.climb import Point
-from qsync_opt.optimize.evaluate import plan_columns
+from qsync_opt.optimize.bits import BitsMethods, BitsPlan
+from qsync_opt.optimize.climb import Climb, Point
+from qsync_opt.optimize.evaluate import (
+    TIME_TOLERANCE,
+    evaluate_columns,
+    evaluate_device,
+    plan_columns,
+    tails_s,
+)
 from qsync_opt.optimize.joint_core import OpenOptions
 from qsync_opt.optimize.joint_incumbent import JointIncumbent
 from qsync_opt.optimize.joint_lagrangian import JointLagrangian
-from qsync_opt.optimize.joint_vectors import BitsVector, KindBounds, open_vectors
+from qsync_opt.optimize.joint_listing import code_bounds, list_vectors
+from qsync_opt.optimize.joint_vectors import (
+    OpenVectors,
+    PricedKinds,
+    SolvedKinds,
+    priced_kinds,
+)
 from qsync_opt.optimize.kind import Limits
 from qsync_opt.optimize.problem import AllocationProblem
-from qsync_opt.optimize.proof import ROUNDING, Proof
+from qsync_opt.optimize.proof import Proof
 from qsync_opt.optimize.result import SolveParameters
 from qsync_opt.optimize.run import Run
-
-#: Combinations of bits of a node that are looked at one by one.
-_MOST_VECTORS = 64
 
 #: The part of the gap that solves at given bits may leave, and the part that clusters of codes
 #: may lose.
 _OWN_GAP = 0.5
 _SPARED = 0.25
 
+#: Combinations at which the kinds are solved, in all.
+_MOST_SOLVED = 24
+
+#: Place, among what is open by rising bound, of the combination looked at next: those of low
+#: bounds are closed by prices that close few others, those of high ones by a solve only.
+_PLACE = 0.7
+
+#: How far above the target prices of a combination are sought, for they close others then, and
+#: the points evaluated for it.
+_BEYOND = 10.0
+_ROUNDS = 25
+
+#: How often combinations are listed, where there are too many to list at first.
+_MOST_LISTED = 8
+
+#: The soonest of what is open is solved again once this part of it is left.
+_FEWER = 1 / 8
+
 
 class KindsApart:
-    """Solves at given bits, each made once.
+    """Solves at given bits, each made once, and what they prove; see the module.
 
     Args:
         problem: a problem whose buckets have codes.
@@ -53,54 +94,202 @@ class KindsApart:
         self._problem, self._proof, self._limits = problem, proof, limits
         gap = _OWN_GAP * proof.gap
         self._parameters = replace(parameters, threads=1, relative_gap=gap, progress=None)
-        kinds = proof.incumbent.kinds
-        self._known = KindBounds(len(kinds))
-        self._weights = [
-            sum(problem.weight(problem.devices[index]) for index in members) for members in kinds
-        ]
-
-    def vectors(
-        self, joint: JointLagrangian, point: Point, closed: FloatArray, least: OpenOptions
-    ) -> list[BitsVector] | None:
-        """The combinations of bits that a node leaves open; None where they are many."""
-        return open_vectors(
-            self._problem,
-            least.codes,
-            [np.isinf(mask) for mask in joint.masks(closed)[1]],
-            value=point.value,
-            target=self._proof.target,
-            tolerance=_SPARED * self._proof.gap * abs(point.value),
-            most=_MOST_VECTORS,
+        self._weights = np.array(
+            [
+                sum(problem.weight(problem.devices[index]) for index in members)
+                for members in proof.incumbent.kinds
+            ]
         )
+        self._priced: list[PricedKinds] = []
+        self._solved: list[SolvedKinds] = []
 
-    def least(self, vector: BitsVector) -> float:
-        """Lower bound of a combination's plans, from the kinds solved at no longer tails."""
-        sent = self._problem.bits_perturbation(vector.bits) - vector.spared
-        bounds = self._known.least(self._problem, vector.bits)
-        kinds = sum(w * bound for w, bound in zip(self._weights, bounds, strict=True))
-        return max(vector.bound, (kinds + sent) * (1 - ROUNDING))
+    def settle(
+        self, joint: JointLagrangian, climb: Climb, least: OpenOptions
+    ) -> float | None:
+        """Close the combinations of bits that a node leaves open.
 
-    def solve(self, bits: tuple[int, ...]) -> None:
-        """Solve the kinds alone at some bits; keep their bounds, and offer their plan.
+        Args:
+            joint: the Lagrangian.
+            climb: the best prices of the node.
+            least: lower bounds of every plan of the node that takes a code.
+
+        Returns:
+            A lower bound of the node's plans, or None if the combinations are too many.
+
+        Raises:
+            SolverUnavailableError: the back end failed.
+        """
+        proof = self._proof
+        points = [climb.best] if self._priced else climb.points
+        self._priced += [priced_kinds(joint, point.prices) for point in points]
+        reached, alone = math.inf, None
+        for _ in range(_MOST_LISTED):
+            codes = code_bounds(joint, self._priced, least.codes, climb.best.value, alone or 0.0)
+            soonest = codes.soonest(joint, proof.target)
+            if soonest is None:
+                return min(reached, proof.target)
+            if alone is None:  # of what is open: what is closed later needs no bound
+                alone = float(self.solve_at(self._bits(soonest)).bounds.sum())
+                continue
+            vectors, complete = list_vectors(
+                self._problem,
+                joint,
+                codes,
+                target=proof.target,
+                tolerance=_SPARED * proof.gap * abs(climb.best.value),
+            )
+            proof.count("vectors", len(vectors))
+            reached = min(reached, proof.target)
+            for bound in (*self._priced, *self._solved):
+                vectors.learn(bound)
+            if complete:
+                found = self._close(joint, climb.best.prices, vectors)
+                return None if found is None else min(reached, found)
+            vectors.drop(proof.target)
+            if proof.out_of_time() or not len(vectors):
+                return None
+            self._look_at(self._next(vectors), joint, climb.best.prices, vectors)
+        return None
+
+    def _close(
+        self, joint: JointLagrangian, prices: FloatArray, vectors: OpenVectors
+    ) -> float | None:
+        """Raise the bounds of some combinations until none is below the target.
+
+        Returns:
+            The least bound that closed one, or None after too many solves.
+        """
+        proof = self._proof
+        reached, fewest = proof.target, math.inf
+        while True:
+            reached = min(reached, vectors.drop(proof.target))
+            if not len(vectors):
+                return reached
+            if proof.out_of_time():
+                return min(reached, float(vectors.bounds().min()))
+            if len(vectors) <= fewest:
+                fewest = _FEWER * len(vectors)
+                self._solve_for(vectors.shortest(), vectors)
+                continue
+            line = self._next(vectors)
+            if not self._look_at(line, joint, prices, vectors):
+                return None
+            # Looked at, whether rounding lets its own plan close it or not.
+            reached = min(reached, float(vectors.bounds()[line]))
+            vectors.keep(np.arange(len(vectors)) != line)
+
+    @staticmethod
+    def _next(vectors: OpenVectors) -> int:
+        """The combination to look at next."""
+        return int(np.argsort(vectors.bounds())[int(_PLACE * (len(vectors) - 1))])
+
+    def _look_at(
+        self, line: int, joint: JointLagrangian, prices: FloatArray, vectors: OpenVectors
+    ) -> bool:
+        """Raise bounds by what closes one combination; whether there were solves left for it."""
+        best = self._climb(joint, prices, vectors, line)
+        for tails_s in (vectors.shortest(line, best.rows), vectors.tails_s[line]):
+            if vectors.bounds()[line] >= self._proof.target:
+                return True
+            if len(self._solved) >= _MOST_SOLVED:
+                return False
+            self._solve_for(tails_s, vectors)
+        return True
+
+    def _climb(
+        self, joint: JointLagrangian, prices: FloatArray, vectors: OpenVectors, line: int
+    ) -> PricedKinds:
+        """Raise the bounds by the best prices of a combination, and those on the way to them."""
+        proof = self._proof
+
+        def visit(point: Point) -> bool:
+            if not (point.excess > 0).any():
+                proof.incumbent.offer(joint.columns_of(point.options))
+            return proof.out_of_time()
+
+        climb = joint.maximise(
+            tolerance=max(proof.gap * 0.1, 1e-9),
+            visit=visit,
+            enough=lambda value: value >= _BEYOND * proof.target,
+            start=prices,
+            closed=joint.only(vectors.codes[line].tolist()),
+            rounds=_ROUNDS,
+        )
+        for point in (*climb.points, climb.best):
+            self._priced.append(priced_kinds(joint, point.prices))
+            vectors.learn(self._priced[-1])
+        return self._priced[-1]
+
+    # -- the kinds at given bits -----------------------------------------------------------
+
+    def solve_at(self, bits: tuple[int, ...]) -> SolvedKinds:
+        """Solve the kinds alone at some bits, and offer their plan, with more bits if it can.
 
         Raises:
             SolverUnavailableError: the back end failed.
         """
         incumbent = self._proof.incumbent
-        solved = self._known.solved(self._problem, bits)
-        if solved is None:
-            self._proof.count("apart")
-            deadline_s = incumbent.deadline_s
-            fixed = replace(self._problem.at_bits(bits), deadline_s=deadline_s, slack=0.0)
-            best = incumbent.column
-            hints = None if best is None else incumbent.read(best)[0]
-            own = self._parameters
-            run = Run(fixed, "exact", own, hints, recovers=False, limits=self._limits)
-            found = run.run()
-            trouble = run.trouble()
-            if trouble is not None:
-                raise SolverUnavailableError(own.solver, trouble)
-            columns = None if found.plan is None else plan_columns(fixed, found.plan)
-            solved = self._known.add(self._problem, bits, run.bounds(), columns)
-        if solved.columns is not None:
-            incumbent.offer(incumbent.flat(solved.columns, bits))
+        solved = self._solve(tails_s(self._problem.at_bits(bits)))
+        if solved.columns is not None and incumbent.deadline_s is not None:
+            methods = BitsMethods(self._problem, incumbent.deadline_s, self._proof.out_of_time)
+            judged = evaluate_columns(self._problem, solved.columns, incumbent.deadline_s, bits)
+            plan = BitsPlan(columns=solved.columns, bits=bits, evaluation=judged)
+            plan = methods.raised(plan)
+            incumbent.offer(incumbent.flat(plan.columns, plan.bits))
+        return solved
+
+    def _solve_for(self, tails_s: FloatArray, vectors: OpenVectors) -> None:
+        """Solve at some tails; offer the plan with the best of the bits that it allows."""
+        solved = self._solve(tails_s)
+        vectors.learn(solved)
+        incumbent = self._proof.incumbent
+        if solved.columns is None or incumbent.deadline_s is None:
+            return
+        ready_s = np.max(
+            [
+                evaluate_device(self._problem, device, column).ready_s
+                for device, column in zip(self._problem.devices, solved.columns, strict=True)
+            ],
+            axis=0,
+        )
+        latest_s = incumbent.deadline_s * (1 + TIME_TOLERANCE)
+        in_time = (ready_s + vectors.tails_s <= latest_s).all(axis=1)
+        if in_time.any():
+            line = int(np.where(in_time, vectors.variance, np.inf).argmin())
+            best = self._bits(vectors.codes[line].tolist())
+            incumbent.offer(incumbent.flat(solved.columns, best))
+
+    def _solve(self, tails_s: FloatArray) -> SolvedKinds:
+        for known in self._solved:
+            if np.array_equal(known.tails_s, tails_s):
+                return known
+        proof, own = self._proof, self._parameters
+        proof.count("apart")
+        buckets = tuple(
+            replace(bucket, all_reduce_s=seconds, codes=())
+            for bucket, seconds in zip(
+                self._problem.buckets, (tails_s - np.append(tails_s[1:], 0.0)).tolist(), strict=True
+            )
+        )
+        deadline_s = proof.incumbent.deadline_s
+        fixed = replace(self._problem, buckets=buckets, deadline_s=deadline_s, slack=0.0)
+        best = proof.incumbent.column
+        hints = None if best is None else proof.incumbent.read(best)[0]
+        run = Run(fixed, "exact", own, hints, recovers=False, limits=self._limits)
+        found = run.run()
+        trouble = run.trouble()
+        if trouble is not None:
+            raise SolverUnavailableError(own.solver, trouble)
+        solved = SolvedKinds(
+            tails_s=tails_s,
+            bounds=self._weights * np.array(run.bounds()),
+            columns=None if found.plan is None else plan_columns(fixed, found.plan),
+        )
+        self._solved.append(solved)
+        return solved
+
+    def _bits(self, codes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(
+            bucket.choices[code].bits
+            for bucket, code in zip(self._problem.buckets, codes, strict=True)
+        )

@@ -39,7 +39,6 @@ from qsync_opt.optimize.joint_core import (
 from qsync_opt.optimize.joint_incumbent import JointIncumbent
 from qsync_opt.optimize.joint_lagrangian import JointLagrangian, NoPlanError
 from qsync_opt.optimize.joint_program import joint_program, open_domains
-from qsync_opt.optimize.joint_vectors import soonest
 from qsync_opt.optimize.kind import Limits
 from qsync_opt.optimize.knapsack import KnapsackSearch
 from qsync_opt.optimize.problem import AllocationProblem
@@ -69,9 +68,6 @@ _MOST_BRANCHINGS = 60
 _NODE_ROUNDS = 25
 _FEW = 60
 _FLOW = 400
-
-#: Combinations of bits of a node at which the kinds are solved alone.
-_MOST_APART = 8
 
 
 class JointSearch:
@@ -303,50 +299,15 @@ class JointSearch:
                 bound, complete = self._search(core, target, _MERGED_WIDTHS)
                 if complete or self._proof.out_of_time():
                     return bound
-            elif self._apart.vectors(joint, climb.best, closed, least) is not None:
-                break  # few combinations of bits: at each the kinds are solved anyway
+            apart = self._apart.settle(joint, climb, least)
+            if apart is not None:
+                return apart
             if self.incumbent.column is not None:
-                self._apart.solve(self.incumbent.read(self.incumbent.column)[1])
+                self._apart.solve_at(self.incumbent.read(self.incumbent.column)[1])
             if self._proof.target == target:
                 break  # no better plan, which would leave less open
-        apart = self._solve_apart(joint, climb, closed, least)
-        if apart is not None:
-            return apart
         few = self._proof.statistics["open"] <= (_FEW if core is None else _FLOW)
         return self._flow(least, self._proof.target) if few else None
-
-    def _solve_apart(
-        self, joint: JointLagrangian, climb: Climb, closed: FloatArray, least: OpenOptions
-    ) -> float | None:
-        """Solve the kinds alone at the combinations of bits that a node leaves open.
-
-        First at the soonest of what is open, which bounds the kinds at all of them.
-
-        Returns:
-            A lower bound of the node's plans, or None if the combinations are many.
-        """
-        vectors = self._apart.vectors(joint, climb.best, closed, least)
-        if vectors is None:
-            return None
-        reached, solved = self._proof.target, 0
-        if len(vectors) > 1:
-            self._apart.solve(soonest(self._problem, [vector.bits for vector in vectors]))
-        for vector in sorted(vectors, key=self._apart.least):
-            if self._apart.least(vector) < self._proof.target:
-                if self._proof.out_of_time():
-                    return min(reached, self._apart.least(vector))
-                if solved == _MOST_APART:
-                    return None
-                mask = closed + joint.only(self.incumbent.codes(vector.bits))
-                alone = self._climb_from(joint, climb, mask)
-                bound = math.inf if alone.impossible else alone.best.value - vector.spared
-                if bound >= self._proof.target:
-                    reached = min(reached, bound)
-                    continue
-                self._apart.solve(vector.bits)
-                solved += 1
-            reached = min(reached, self._apart.least(vector))
-        return reached
 
     def _search(
         self, core: JointCore, threshold: float, merged_widths: Sequence[int]

@@ -1,180 +1,161 @@
-"""Combinations of bits that the joint Lagrangian leaves open, where these are few.
+"""`OpenVectors`: combinations of bits that may still hold a better plan, and their bounds.
 
-At fixed prices the buckets' parts of the Lagrangian add up, so every combination has a lower
-bound by addition, and those at or above the target are never listed. Of buckets that are alike
-only the number in each code counts (`bucket_groups`). Codes of a bucket whose
-variances are all but equal count as one: as fast as the fastest of them, with the least variance
-of any. What such a cluster loses is no more than the tolerance.
+Once the bits are fixed, a plan costs their variance and what the kinds cost alone, and the
+kinds depend on the bits through the tails S_k = sum_{j >= k} c_j only. So whatever bounds the
+kinds at some tails (`KindsBound`) bounds a combination by addition: at any prices the kinds
+are bounded by an affine function of what the codes save, and kinds solved at some tails are no
+better at longer ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
-from qsync_opt.optimize.bucket_groups import bucket_groups
-from qsync_opt.optimize.buckets import BucketCode
-from qsync_opt.optimize.evaluate import tails_s
-from qsync_opt.optimize.problem import AllocationProblem
+from qsync_opt.optimize.joint_lagrangian import JointLagrangian
+from qsync_opt.optimize.proof import ROUNDING
+
+#: A price of this part of the largest is none.
+_NEGLIGIBLE = 1e-9
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class BitsVector:
-    """A combination of clusters.
+class KindsBound(Protocol):
+    """A lower bound of every kind's part of the objective, at all bits."""
 
-    Attributes:
-        bound: no plan with these bits is below it.
-        bits: the fastest code of every cluster, [K].
-        spared: variance of these bits less the least of their clusters.
-    """
+    def of(self, saved_s: FloatArray, tails_s: FloatArray) -> FloatArray:
+        """The bounds of some combinations, [kinds, I].
 
-    bound: float
-    bits: tuple[int, ...]
-    spared: float
+        Args:
+            saved_s: by how much the code of every bucket is faster than its slowest, [I, K].
+            tails_s: S of every bucket, [I, K].
+        """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Solved:
-    """The kinds alone at some bits.
+class PricedKinds:
+    """The kinds' Lagrangians at some prices.
 
     Attributes:
-        tails_s: S of every bucket, [K].
-        bounds: lower bound of every distinct kind's perturbation, not weighted.
+        constant: value at the slowest bits, [kinds].
+        worth: what a second saved of every bucket takes off, [kinds, K].
+    """
+
+    constant: FloatArray
+    worth: FloatArray
+
+    def of(self, saved_s: FloatArray, tails_s: FloatArray) -> FloatArray:
+        """See `KindsBound`."""
+        del tails_s
+        less = np.einsum("rk,ik->ri", self.worth, saved_s)
+        # High prices make both parts large; what their difference may be off by is given up.
+        slack = ROUNDING * (np.abs(self.constant)[:, None] + less)
+        result: FloatArray = self.constant[:, None] - less - slack
+        return result
+
+    @property
+    def rows(self) -> BoolArray:
+        """The buckets whose rows have a price, [K]."""
+        prices = np.diff(self.worth.sum(axis=0), prepend=0.0)
+        return prices > _NEGLIGIBLE * prices.max(initial=0.0)
+
+
+def priced_kinds(joint: JointLagrangian, prices: FloatArray) -> PricedKinds:
+    """The bound at some prices, [R], of all kinds' rows."""
+    constant, worth = [], []
+    for share, part, weight, counts in zip(
+        joint.split(prices), joint.parts, joint.weights, joint.counts, strict=True
+    ):
+        constant.append(weight * part.evaluate(share / weight).value)
+        worth.append((share / part.scale) @ counts)
+    return PricedKinds(constant=np.array(constant), worth=np.array(worth))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SolvedKinds:
+    """The kinds solved alone at some bits.
+
+    Attributes:
+        tails_s: S of every bucket there, [K].
+        bounds: proven of every kind's part of the objective, [kinds].
         columns: the plans found, [N] per device kind; None without one.
     """
 
     tails_s: FloatArray
-    bounds: list[float]
+    bounds: FloatArray
     columns: list[IntArray] | None
 
+    def of(self, saved_s: FloatArray, tails_s: FloatArray) -> FloatArray:
+        """See `KindsBound`."""
+        del saved_s
+        no_shorter = (tails_s >= self.tails_s).all(axis=1)
+        # Neither a perturbation nor its weight is negative.
+        return np.where(no_shorter[None, :], self.bounds[:, None], 0.0)
 
-class KindBounds:
-    """What is proven of the kinds at some bits, and so at all whose tails are no shorter.
+
+class OpenVectors:
+    """Some combinations of bits, each with a lower bound of its plans.
 
     Args:
+        codes: the code of every bucket, [I, K].
+        variance: what they add to the objective at least, [I].
+        saved_s: see `KindsBound`.
+        tails_s: see `KindsBound`.
         kinds: how many distinct kinds there are.
     """
 
-    def __init__(self, kinds: int) -> None:
-        self._kinds = kinds
-        self._known: list[_Solved] = []
-
-    def solved(self, problem: AllocationProblem, bits: Sequence[int]) -> _Solved | None:
-        """What was found at the tails that some bits have; None where nothing was."""
-        tails = tails_s(problem.at_bits(bits))
-        same = (found for found in self._known if np.array_equal(found.tails_s, tails))
-        return next(same, None)
-
-    def add(
+    def __init__(
         self,
-        problem: AllocationProblem,
-        bits: Sequence[int],
-        bounds: list[float],
-        columns: list[IntArray] | None,
-    ) -> _Solved:
-        """Take what was found at some bits; see `_Solved`."""
-        tails = tails_s(problem.at_bits(bits))
-        found = _Solved(tails_s=tails, bounds=bounds, columns=columns)
-        self._known.append(found)
-        return found
+        codes: IntArray,
+        variance: FloatArray,
+        saved_s: FloatArray,
+        tails_s: FloatArray,
+        kinds: int,
+    ) -> None:
+        self.codes, self.variance = codes, variance
+        self.saved_s, self.tails_s = saved_s, tails_s
+        self._kinds: FloatArray = np.zeros((kinds, len(codes)))
 
-    def least(self, problem: AllocationProblem, bits: Sequence[int]) -> list[float]:
-        """The best lower bound of every kind at some bits; 0 where nothing is proven."""
-        tails, best = tails_s(problem.at_bits(bits)), [0.0] * self._kinds
-        for found in self._known:
-            if (tails >= found.tails_s).all():
-                best = list(map(max, best, found.bounds))
-        return best
+    def __len__(self) -> int:
+        return len(self.codes)
 
+    def bounds(self) -> FloatArray:
+        """No plan with the bits of a combination is below this, [I]."""
+        result: FloatArray = (self._kinds.sum(axis=0) + self.variance) * (1 - ROUNDING)
+        return result
 
-def soonest(problem: AllocationProblem, vectors: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The fastest bits of every bucket among some combinations, [K]."""
-    result = []
-    for bucket, counts in zip(problem.buckets, zip(*vectors, strict=True), strict=True):
-        left = [code for code in bucket.choices if code.bits in counts]
-        result.append(min(left, key=lambda code: code.all_reduce_s).bits)
-    return tuple(result)
+    def learn(self, bound: KindsBound) -> None:
+        """Raise the bounds by what is known of the kinds."""
+        np.maximum(self._kinds, bound.of(self.saved_s, self.tails_s), out=self._kinds)
 
+    def keep(self, which: BoolArray) -> None:
+        """Drop all other combinations."""
+        self.codes, self.variance = self.codes[which], self.variance[which]
+        self.saved_s, self.tails_s = self.saved_s[which], self.tails_s[which]
+        self._kinds = self._kinds[:, which]
 
-def open_vectors(
-    problem: AllocationProblem,
-    bounds: Sequence[FloatArray],
-    closed: Sequence[BoolArray],
-    *,
-    value: float,
-    target: float,
-    tolerance: float,
-    most: int,
-) -> list[BitsVector] | None:
-    """The combinations whose bound is below a target, by rising bound; None if there are many.
+    def drop(self, target: float) -> float:
+        """Drop those that hold nothing below a target; the least bound of these."""
+        bounds = self.bounds()
+        wanted = bounds < target
+        if wanted.all():
+            return np.inf
+        self.keep(wanted)
+        return float(bounds[~wanted].min())
 
-    Args:
-        problem: the problem.
-        bounds: lower bound of every plan with a code, per bucket, [K] arrays.
-        closed: which codes may not be taken, [K] arrays.
-        value: lower bound of all plans; each of `bounds` is this and what the code adds.
-        target: plans that cost at least this are not wanted.
-        tolerance: what all clusters of a combination may lose together.
-        most: the most combinations to list.
-    """
-    share = tolerance / max(len(bounds), 1)
-    above, spared = [], []
-    for bucket, least in zip(problem.buckets, bounds, strict=True):
-        more, less = _clustered(bucket.choices, least - value, target - value, share)
-        above.append(more)
-        spared.append(less)
-    groups = bucket_groups(
-        [bucket.choices for bucket in problem.buckets],
-        [np.array([code.all_reduce_s for code in b.choices]) for b in problem.buckets],
-        above,
-        closed,
-        target - value,
-    )
-    total, lost = np.zeros(1), np.zeros(1)
-    codes = np.zeros((1, len(bounds)), dtype=np.int64)
-    for group in groups:
-        members = group.buckets.tolist()
-        worse = np.sum([above[k][c] for k, c in zip(members, group.codes.T, strict=True)], axis=0)
-        less = np.sum([spared[k][c] for k, c in zip(members, group.codes.T, strict=True)], axis=0)
-        row, item = np.nonzero(total[:, None] + worse[None, :] < target - value)
-        if len(row) > most:
-            return None
-        total, lost, codes = total[row] + worse[item], lost[row] + less[item], codes[row]
-        codes[:, group.buckets] = group.codes[item]
-    return sorted(
-        BitsVector(
-            bound=value + more,
-            bits=tuple(b.choices[c].bits for b, c in zip(problem.buckets, picked, strict=True)),
-            spared=less,
-        )
-        for more, less, picked in zip(total.tolist(), lost.tolist(), codes.tolist(), strict=True)
-    )
+    def shortest(self, line: int | None = None, rows: BoolArray | None = None) -> FloatArray:
+        """Tails no longer than those of any combination, [K].
 
-
-def _clustered(
-    choices: Sequence[BucketCode], above: FloatArray, room: float, share: float
-) -> tuple[FloatArray, FloatArray]:
-    """What the codes of a bucket add, and what they spare, with each cluster in its fastest code.
-
-    Returns:
-        Per code the least that its cluster adds to the bound, infinite for a code that is not
-        the fastest of its cluster or ruled out; its variance less the least of the cluster.
-    """
-    groups: list[list[int]] = []
-    for code in sorted(range(len(choices)), key=lambda code: choices[code].perturbation):
-        if above[code] >= room:
-            continue
-        variance = choices[code].perturbation
-        if groups and variance - choices[groups[-1][0]].perturbation <= share:
-            groups[-1].append(code)
-        else:
-            groups.append([code])
-    added, spared = np.full(len(choices), np.inf), np.zeros(len(choices))
-    for group in groups:
-        fastest = min(group, key=lambda code: choices[code].all_reduce_s)
-        added[fastest] = max(float(above[group].min()), 0.0)
-        spared[fastest] = choices[fastest].perturbation - choices[group[0]].perturbation
-    return added, spared
+        Args:
+            line: a combination to be like in some rows.
+            rows: the buckets in whose rows it is, [K]; solves at these tails bound, of all,
+                those that are as slow there.
+        """
+        tails_s = self.tails_s.min(axis=0)
+        if line is not None and rows is not None:
+            tails_s = np.where(rows, self.tails_s[line], tails_s)
+        # A tail is no shorter than the next one; and sums in another order differ by rounding.
+        longest: FloatArray = np.maximum.accumulate(tails_s[::-1])[::-1]
+        return longest * (1 - ROUNDING)

@@ -16,11 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, TypeVar
 
 import numpy as np
 
-from qsync_opt.errors import ProblemError
 from qsync_opt.optimize.arrays import (
     BoolArray,
     FloatArray,
@@ -30,20 +28,23 @@ from qsync_opt.optimize.arrays import (
     float_table,
     freeze,
     int_table,
-    own_array,
-    ragged,
     whole_number,
 )
 from qsync_opt.optimize.buckets import Bucket as Bucket
 from qsync_opt.optimize.buckets import BucketCode as BucketCode
 from qsync_opt.optimize.buckets import chosen
 from qsync_opt.optimize.canonical import problem_sha256
+from qsync_opt.optimize.fields import (
+    as_members,
+    as_precision,
+    as_precisions,
+    as_sequence,
+    require_type,
+)
+from qsync_opt.optimize.tensors import NOT_GIVEN as NOT_GIVEN
+from qsync_opt.optimize.tensors import CastTensors as CastTensors
+from qsync_opt.optimize.tensors import SavedTensors as SavedTensors
 from qsync_opt.precision import Precision
-
-#: In `SavedTensors.size_bytes`: no size was given for this dtype.
-NOT_GIVEN = -1
-
-Member = TypeVar("Member")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,117 +67,6 @@ class Operator:
     def __post_init__(self) -> None:
         if isinstance(self.follows, list):
             object.__setattr__(self, "follows", tuple(self.follows))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CastTensors:
-    """Tensors handed from one operator to others, and what casting them costs (T tensors).
-
-    A cast from precision p (row: the producer's) to q (column: a consumer's) is paid once
-    per tensor and pair (p, q), however many consumers share it.
-
-    Attributes:
-        producer: operator index, shape [T].
-        consumer_start: consumers of tensor t are `consumers[start[t]:start[t + 1]]`, [T + 1].
-        consumers: operator indices, flat.
-        forward_s: cast of the activation, seconds, [T, P, P].
-        backward_s: cast of its gradient, paid just before the producer's backward, [T, P, P].
-    """
-
-    producer: IntArray
-    consumer_start: IntArray
-    consumers: IntArray
-    forward_s: FloatArray
-    backward_s: FloatArray
-
-    def __post_init__(self) -> None:
-        for name in ("producer", "consumer_start", "consumers", "forward_s", "backward_s"):
-            own = own_array(getattr(self, name), f"tensors[*].{name}")
-            object.__setattr__(self, name, own)
-
-    @staticmethod
-    def from_rows(
-        *,
-        producer: Sequence[int],
-        consumers: Sequence[Sequence[int]],
-        forward_s: object,
-        backward_s: object,
-        where: str = "tensors",
-    ) -> CastTensors:
-        """Build from one row per tensor; `forward_s` and `backward_s` are [T, P, P]."""
-        start, flat = ragged(consumers, f"{where}[*].consumers")
-        return CastTensors(
-            producer=int_table(producer, f"{where}[*].producer", 1),
-            consumer_start=start,
-            consumers=flat,
-            forward_s=float_table(forward_s, f"{where}[*].forward_s", 3),
-            backward_s=float_table(backward_s, f"{where}[*].backward_s", 3),
-        )
-
-    def __len__(self) -> int:
-        return len(self.producer)
-
-    def consumers_of(self, tensor: int) -> IntArray:
-        """The consumers of one tensor."""
-        return self.consumers[self.consumer_start[tensor] : self.consumer_start[tensor + 1]]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SavedTensors:
-    """Tensors kept for backward, once per storage dtype that any saver asks for (S tensors).
-
-    A tensor is live from the forward of its first saver to the backward of its first saver.
-
-    Attributes:
-        saver_start: savers of tensor s are `savers[start[s]:start[s + 1]]`, [S + 1].
-        savers: operator indices, flat.
-        dtypes: the storage dtypes, one per column of `size_bytes`.
-        size_bytes: bytes of one copy in each dtype, `NOT_GIVEN` where no saver can ask for
-            it, [S, len(dtypes)].
-    """
-
-    saver_start: IntArray
-    savers: IntArray
-    dtypes: tuple[Precision, ...]
-    size_bytes: IntArray
-
-    def __post_init__(self) -> None:
-        for name, field_name in (
-            ("saver_start", "savers"),
-            ("savers", "savers"),
-            ("size_bytes", "bytes"),
-        ):
-            own = own_array(getattr(self, name), f"saved[*].{field_name}")
-            object.__setattr__(self, name, own)
-        object.__setattr__(self, "dtypes", _precisions(self.dtypes, "saved[*].dtypes"))
-
-    @staticmethod
-    def from_rows(
-        *,
-        savers: Sequence[Sequence[int]],
-        size_bytes: object,
-        dtypes: Sequence[Precision],
-        where: str = "saved",
-    ) -> SavedTensors:
-        """Build from one row per tensor; `size_bytes` is [S, len(dtypes)]."""
-        dtypes = _precisions(dtypes, f"{where}[*].dtypes")
-        start, flat = ragged(savers, f"{where}[*].savers")
-        table = int_table(size_bytes, f"{where}[*].bytes", 2)
-        if not len(savers):
-            table = np.zeros((0, len(dtypes)), dtype=np.int64)
-        return SavedTensors(
-            saver_start=start,
-            savers=flat,
-            dtypes=dtypes,
-            size_bytes=freeze(table),
-        )
-
-    def __len__(self) -> int:
-        return len(self.saver_start) - 1
-
-    def savers_of(self, tensor: int) -> IntArray:
-        """The operators that save one tensor."""
-        return self.savers[self.saver_start[tensor] : self.saver_start[tensor + 1]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -240,14 +130,14 @@ class DeviceKind:
             if sizes.shape == available.shape:
                 sizes = freeze(np.where(available, sizes, 0))
             put(self, name, sizes)
-        _require(self.tensors, CastTensors, f"{where}.tensors")
-        _require(self.saved, SavedTensors, f"{where}.saved")
+        require_type(self.tensors, CastTensors, f"{where}.tensors")
+        require_type(self.saved, SavedTensors, f"{where}.saved")
         if not len(self.tensors):  # of no tensors, every shape says the same
             none = freeze(np.zeros((0, available.shape[1], available.shape[1])))
             put(self, "tensors", replace(self.tensors, forward_s=none, backward_s=none))
-        _require(self.pins, Mapping, f"{where}.pins")
+        require_type(self.pins, Mapping, f"{where}.pins")
         pins = {
-            operator: _precision(precision, f"{where}.pins.{operator}")
+            operator: as_precision(precision, f"{where}.pins.{operator}")
             for operator, precision in self.pins.items()
         }
         put(self, "pins", MappingProxyType(pins))
@@ -298,14 +188,14 @@ class AllocationProblem:
     def __post_init__(self) -> None:
         put = object.__setattr__
         for name in ("precisions", "storage", "output"):
-            put(self, name, _precisions(getattr(self, name), name))
-        put(self, "operators", _members(self.operators, Operator, "operators"))
-        put(self, "buckets", _members(self.buckets, Bucket, "buckets"))
+            put(self, name, as_precisions(getattr(self, name), name))
+        put(self, "operators", as_members(self.operators, Operator, "operators"))
+        put(self, "buckets", as_members(self.buckets, Bucket, "buckets"))
         for index, bucket in enumerate(self.buckets):
-            _members(bucket.codes, BucketCode, f"buckets[{index}].codes")
-        put(self, "devices", _members(self.devices, DeviceKind, "devices"))
-        groups = enumerate(_sequence(self.groups, "groups"))
-        put(self, "groups", tuple(_sequence(group, f"groups[{i}]") for i, group in groups))
+            as_members(bucket.codes, BucketCode, f"buckets[{index}].codes")
+        put(self, "devices", as_members(self.devices, DeviceKind, "devices"))
+        groups = enumerate(as_sequence(self.groups, "groups"))
+        put(self, "groups", tuple(as_sequence(group, f"groups[{i}]") for i, group in groups))
         from qsync_opt.optimize.validation import validate  # reads this module's classes
 
         validate(self)
@@ -391,35 +281,3 @@ class AllocationProblem:
 
     def __hash__(self) -> int:
         return hash(self.sha256)
-
-
-def _require(value: object, kind: type, field_name: str) -> None:
-    if not isinstance(value, kind):
-        raise ProblemError(field_name, f"must be a {kind.__name__}", value)
-
-
-def _sequence(values: object, field_name: str) -> tuple[Any, ...]:
-    """The values as a tuple; a text is no sequence of names, nor is a mapping."""
-    if not isinstance(values, (tuple, list)):
-        raise ProblemError(field_name, "must be a tuple or a list", values)
-    return tuple(values)
-
-
-def _members(values: object, kind: type[Member], field_name: str) -> tuple[Member, ...]:
-    members = _sequence(values, field_name)
-    for index, member in enumerate(members):
-        _require(member, kind, f"{field_name}[{index}]")
-    return members
-
-
-def _precision(value: object, field_name: str) -> Precision:
-    try:
-        return Precision(value)
-    except ValueError:
-        known = ", ".join(p.value for p in Precision)
-        raise ProblemError(field_name, f"must be one of {known}", value) from None
-
-
-def _precisions(values: object, name: str) -> tuple[Precision, ...]:
-    listed = enumerate(_sequence(values, name))
-    return tuple(_precision(value, f"{name}[{index}]") for index, value in listed)

@@ -84,6 +84,7 @@ class Assignment:
             precision=precision,
             source=name if self.flow is None else self.flow.source(name),
             session=self.session,
+            is_last_reader=self.flow is not None and self.flow.is_last_reader(name),
         )
         if layer is not None:
             _require_fp32(target.path, module)

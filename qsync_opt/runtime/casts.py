@@ -1,9 +1,10 @@
 """Dtypes of precisions, and the cache through which consumers of one tensor share its cast.
 
-Memory decides how long a cast lives. It is held as long as the last layer that made one, so
-that consecutive readers (query, key and value) always share; after that only what autograd
-saved is left, and later readers find it through weak references. Nothing outlives its tensor,
-and a checkpointed region keeps nothing of what it promised to recompute.
+Memory decides how long a cast lives. It is held until the next one is asked for, so that
+consecutive readers (query, key and value) always share. After that, and after a reader that is
+known to be the last, only what autograd saved is left, and later readers find it through weak
+references. Nothing outlives its tensor, and a checkpointed region keeps nothing of what it
+promised to recompute.
 """
 
 from __future__ import annotations
@@ -97,8 +98,15 @@ class CastCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, x: Tensor, key: Hashable, make: Callable[[], Cast]) -> Cast:
-        """The cast of `x` that `key` names, made by `make` where there is none."""
+    def get(self, x: Tensor, key: Hashable, make: Callable[[], Cast], *, hold: bool = True) -> Cast:
+        """The cast of `x` that `key` names, made by `make` where there is none.
+
+        Args:
+            x: the tensor.
+            key: of the cast.
+            make: makes it.
+            hold: it until the next one is asked for; False where no other reader will come.
+        """
         if torch.compiler.is_compiling() or x.is_inference():
             return make()
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
@@ -109,12 +117,12 @@ class CastCache:
             found = make()
             source = weakref.ref(x, partial(self._forget, place))
             self._entries[place] = _Entry(source, x._version, found)
-        self._latest = (place, found)
+        self._latest = (place, found) if hold else None
         return found
 
     @property
     def latest(self) -> Cast:
-        """The cast that was asked for last; empty where there is none."""
+        """The cast that was asked for last; empty where none is held."""
         return () if self._latest is None else self._latest[1]
 
     def clear(self) -> None:

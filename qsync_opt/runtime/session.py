@@ -130,12 +130,14 @@ class OperatorSettings:
         source: names what its input is, equal for operators that read one tensor; the random
             bits of the input's cast follow it, so that the cast can be shared.
         session: of the model.
+        is_last_reader: no operator that could share the cast of its input comes after it.
     """
 
     name: str
     precision: Precision
     source: str
     session: Session
+    is_last_reader: bool = False
 
     def draw(self) -> Draw:
         """How to round what this operator alone rounds: weight and gradient.
@@ -152,7 +154,8 @@ class OperatorSettings:
     def shared(self, x: Tensor, form: str, make: Callable[[], tuple[Tensor, ...]]) -> Any:
         """The cast of an input, made at most once for all its readers of the same `form`."""
         with torch.no_grad():
-            return self.session.cache.get(x, (form, self.input_draw()), make)
+            key = (form, self.input_draw())
+            return self.session.cache.get(x, key, make, hold=not self.is_last_reader)
 
     def _draw(self, name: str) -> Draw:
         session = self.session

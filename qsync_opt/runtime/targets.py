@@ -212,6 +212,14 @@ class Flow:
         made = self._graph.operators[producer]
         return f"{made.name} output {made.outputs.index(index)}"
 
+    def is_last_reader(self, name: str) -> bool:
+        """Whether no adjustable operator after this one reads what it reads."""
+        number = self._graph.operator_index[name]
+        inputs = self._graph.operators[number].inputs
+        readers = self._graph.tensors[inputs[0]].consumers if inputs else ()
+        adjustable = (i for i in readers if self._graph.operators[i].role is Role.ADJUSTABLE)
+        return max(adjustable, default=number) <= number
+
     def arrives_as(self, name: str, dtype: Precision) -> bool:
         """Whether every float that an operator reads has this dtype without any help."""
         return all(arriving is dtype for arriving in self._arriving(name))

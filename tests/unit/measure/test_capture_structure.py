@@ -71,6 +71,36 @@ def test_gradients_that_are_added_up_are_counted() -> None:
     ]
 
 
+def test_a_tensor_is_held_as_long_as_the_code_of_the_model_holds_it() -> None:
+    def middle(net: Any, h: Tensor) -> Tensor:
+        wide = net.inner(h)
+        view = wide.view(-1)
+        del wide  # the view holds its memory
+        low = functional.relu(net.block(h))
+        del h
+        out: Tensor = functional.gelu(low) + view.view(-1, 8)
+        return out
+
+    graph = capture_chain(middle)
+    held = {
+        row.name: graph.operators[held].name
+        for row in graph.operators
+        for output in row.outputs
+        if (held := graph.tensors[output].held_until) is not None
+    }
+    assert held == {
+        "first": "add",  # by the caller of the middle
+        "inner": "add",
+        "block.0": "relu",  # overwritten in place: one memory
+        "block.1": "relu",
+        "relu": "add",
+        "gelu": "add",
+        "add": "last",
+        "last": "loss.cross_entropy",
+        "loss.cross_entropy": "loss.cross_entropy",
+    }
+
+
 def test_a_module_called_twice_is_two_operators_of_one_group() -> None:
     graph = capture_chain(lambda net, h: net.inner(functional.relu(net.inner(h))))
     assert members(graph) == [(["inner", "inner.1"], GroupReason.SHARED_MODULE)]

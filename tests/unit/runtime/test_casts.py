@@ -69,6 +69,17 @@ def test_an_older_cast_lives_only_while_somebody_else_holds_it() -> None:
     assert make.made == 2
 
 
+def test_a_cast_for_the_last_reader_is_not_held() -> None:
+    cache, x = CastCache(), torch.randn(4)
+    make = Counter(x)
+    kept = cache.get(x, "bf16", make, hold=False)
+    assert cache.get(x, "bf16", make, hold=False)[0] is kept[0]
+    dead = weakref.ref(kept[0])
+    del kept
+    assert dead() is None
+    assert cache.latest == ()
+
+
 class Shared(nn.Module):
     """Query, key and value read one tensor."""
 

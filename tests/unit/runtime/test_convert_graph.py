@@ -19,6 +19,8 @@ from qsync_opt.runtime.convert import convert, set_step
 from qsync_opt.runtime.layers import STATE, Patched
 from tests.low_precision import Attention, TinyGpt, gradients, language_loss, tokens
 
+QKV = ("query", "key", "value")
+
 
 def planned(graph: OperatorGraph, precision: Precision) -> dict[str, Precision]:
     """A precision for every operator; bf16 where it has no such form, followers as they fall."""
@@ -82,13 +84,20 @@ def test_readers_of_one_tensor_draw_the_same_bits(graph: OperatorGraph) -> None:
     model = model_with(graph, plan, rounding=Rounding.STOCHASTIC)
     set_step(model, 0)
     attention: Any = model.blocks[0].attention
-    parts = [vars(getattr(attention, name))[STATE] for name in ("query", "key", "value")]
+    parts = [vars(getattr(attention, name))[STATE] for name in QKV]
     assert len({part.source for part in parts}) == 1
     assert len({part.input_draw() for part in parts}) == 1
     assert len({part.draw() for part in parts}) == 3
     other: Any = model.blocks[1].attention
     assert vars(other.query)[STATE].source != parts[0].source
     model(tokens()).float().sum().backward()
+
+
+def test_the_last_reader_of_a_tensor_is_told(graph: OperatorGraph) -> None:
+    model = model_with(graph, planned(graph, Precision.INT8))
+    attention: Any = model.blocks[0].attention
+    last = {name: vars(getattr(attention, name))[STATE].is_last_reader for name in QKV}
+    assert last == {"query": False, "key": False, "value": True}
 
 
 def test_names_are_those_of_the_graph(graph: OperatorGraph) -> None:
