@@ -11,7 +11,7 @@ from qsync_opt.errors import ParameterError
 from qsync_opt.gradient_noise import CAST_BITS, GradientRanges, cast_variance, coded_variance
 from qsync_opt.optimize.arrays import FloatArray
 from qsync_opt.optimize.problem import BucketCode
-from qsync_opt.perturbation import PerturbationTable
+from qsync_opt.perturbation import VARIANCES, PerturbationTable
 from qsync_opt.plan import FULL_BITS
 
 
@@ -33,8 +33,8 @@ def bucket_codes(
 
     Raises:
         CostsError: averages were not timed at these bits.
-        ParameterError: 32 bits, a table without ranges of gradients, or without those of a
-            parameter.
+        ParameterError: 32 bits, a table whose entries are no variances, without ranges of
+            gradients, or without those of a parameter.
     """
     wanted = sorted(set(bits), reverse=True)
     if FULL_BITS in wanted:
@@ -73,12 +73,14 @@ class _Losses:
     """What the gradients of one kind lose."""
 
     def __init__(self, kind: str, table: PerturbationTable) -> None:
+        self._where = f"perturbation of {kind}"
         if table.gradients is None:
             rule = "must hold the ranges of gradients to offer other bits"
-            raise ParameterError(
-                f"perturbation of {kind}", rule, None, "Compute it with --gradients"
-            )
-        self._where = f"perturbation of {kind}"
+            raise ParameterError(self._where, rule, None, "Compute it with --gradients")
+        if table.method not in VARIANCES:
+            rule = f"must be of {' or '.join(VARIANCES)}: what bits add to it is a variance"
+            remedy = f"Compute it with --method {VARIANCES[0]}, or leave out other bits"
+            raise ParameterError(self._where, rule, table.method, remedy)
         self._ranges: GradientRanges = table.gradients
         self._rows = {name: row for row, name in enumerate(self._ranges.parameters)}
 

@@ -112,4 +112,10 @@ def _kind(text: str) -> tuple[ClusterKind, str]:
 def _all_reduce(path: str | None) -> AllReduceCosts | None:
     from qsync_opt.files import load_costs
 
-    return None if path is None else load_costs(path).all_reduce
+    if path is None:
+        return None
+    found = load_costs(path).all_reduce
+    if found is None:
+        rule = "must be costs that hold times of all-reduces"
+        raise ParameterError("all_reduce", rule, path, "Measure with --ranks, or under torchrun")
+    return found

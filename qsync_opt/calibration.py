@@ -66,9 +66,11 @@ def with_run(runs: Sequence[HeldOutRun], run: HeldOutRun) -> tuple[HeldOutRun, .
 
 
 def plan_digest(plan: PrecisionPlan) -> str:
-    """SHA-256 of a plan's precisions: equal for equal precisions, whatever the problem's costs."""
+    """SHA-256 of a plan's precisions and bits: what was run, whatever the problem's costs."""
     rows = {
         kind: {name: str(precision) for name, precision in row.items()}
         for kind, row in plan.devices.items()
     }
-    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+    # Plans without bits keep the digests that earlier releases gave them.
+    run = [rows, plan.communication] if plan.communication else rows
+    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()

@@ -26,13 +26,19 @@ OPTION_OF = {
     "time_limit_s": "--time-limit",
     "relative_gap": "--gap",
     "deadline_s": "--deadline",
+    "all_reduce": "--all-reduce",
     "base_plan": "--base-plan",
     "batch_size": "--batch-size",
+    "batch_sizing": "--batch-sizing",
     "learning_rate": "--learning-rate",
     "checkpoint_interval": "--checkpoint-interval",
     "folder": "--output",
     "timeout_s": "--timeout",
+    "hosts": "--kind",
     "measured_s": "--measured",
+    "refine_interval": "--refine-interval",
+    "refine_samples": "--refine-samples",
+    "trace_steps": "--trace-steps",
     **{
         name: f"--{name}"
         for name in (

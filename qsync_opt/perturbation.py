@@ -21,6 +21,9 @@ from qsync_opt.gradient_noise import GradientRanges
 from qsync_opt.optimize.arrays import FloatArray, freeze
 from qsync_opt.precision import Precision
 
+#: Indicators whose entries are variances of the gradient.
+VARIANCES = ("variance", "measured")
+
 _SHA256_DIGITS = 64
 
 

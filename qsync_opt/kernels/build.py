@@ -50,13 +50,14 @@ def architecture_of(capability: tuple[int, int]) -> str:
 def sources_folder() -> Path:
     """Where the CUDA sources are.
 
-    In a checkout they are beside the package, in an installation where it keeps its data.
+    In a checkout they are beside the package; an installation keeps them in a folder above the
+    package, which `pip install` with --prefix, --user or --target chooses.
 
     Raises:
         KernelError: they are in neither place.
     """
     above, data = Path(__file__).resolve().parents[2], Path(sysconfig.get_path("data"))
-    places = [above / "cuda", data / _INSTALLED, above / _INSTALLED]
+    places = [above / "cuda", *(top / _INSTALLED for top in (above, *above.parents, data))]
     for folder in places:
         if any(folder.glob("*.cu")):
             return folder
@@ -106,7 +107,8 @@ def build(architecture: str) -> Path:
         architecture: as nvcc names it after `sm_`, for example `90a`.
 
     Raises:
-        KernelError: there is no compiler, or it failed; the message holds its first error.
+        KernelError: there is no compiler, it failed (the message holds its first error), or
+            the library cannot be kept.
     """
     if not architecture.isalnum():
         rule = "must be a compute capability such as 80 or 90a"
@@ -118,12 +120,17 @@ def build(architecture: str) -> Path:
     if compiler is None:
         remedy = "Install the CUDA toolkit, or set CUDA_HOME."
         raise KernelError("library", "no nvcc was found", remedy)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.parent / "lock"):
-        if not target.is_file():
-            _log.info("compiling the CUDA kernels for sm_%s ...", architecture)
-            _compile(compiler, architecture, target)
-            _log.info("built %s", target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / "lock"):
+            if not target.is_file():
+                _log.info("compiling the CUDA kernels for sm_%s ...", architecture)
+                _compile(compiler, architecture, target)
+                _log.info("built %s", target)
+    except OSError as error:
+        reason = f"{error.filename or target.parent}: {error.strerror}"
+        remedy = f"Name a folder that can be written in {CACHE_VARIABLE}."
+        raise KernelError("library", reason, remedy) from error
     return target
 
 
@@ -144,7 +151,11 @@ def _compile(compiler: Path, architecture: str, target: Path) -> None:
 
 
 def _run(command: Sequence[str], what: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        reason = f"{command[0]} cannot be run: {error.strerror}"
+        raise KernelError(what, reason, "Install the CUDA toolkit again.") from error
     if done.returncode:
         lines = (done.stderr + done.stdout).strip().splitlines()
         errors = [line for line in lines if "error" in line] or lines

@@ -145,11 +145,14 @@ def code_bits(codes: Sequence[int]) -> tuple[int, ...]:
     Raises:
         ParameterError: bits that are not fewer than 32, or that nothing is sent at.
     """
-    for bits in codes:
-        communication_at(bits)
     if FULL_BITS in codes:
         rule = f"must be fewer than {FULL_BITS}, which are always timed"
         raise ParameterError("codes", rule, FULL_BITS)
+    for bits in codes:
+        try:
+            communication_at(bits)
+        except ParameterError as error:
+            raise ParameterError("codes", error.rule, error.value) from None
     return tuple(sorted(set(codes), reverse=True))
 
 

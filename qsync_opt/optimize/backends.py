@@ -13,6 +13,8 @@ from __future__ import annotations
 import datetime
 import math
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +24,7 @@ from qsync_opt.errors import SolverUnavailableError
 from qsync_opt.optimize.arrays import FloatArray
 from qsync_opt.optimize.interrupter import Interrupter
 from qsync_opt.optimize.linear import LinearProgram, ProgramSolution
+from qsync_opt.optimize.workers import run_side_by_side
 
 #: CP-SAT gets whole numbers whose sums stay below this (google/or-tools#5293: 2^31 is unsafe).
 _CP_SAT_LARGEST_SUM = 2**30
@@ -121,19 +124,41 @@ def _call(
     """`mathopt.solve` behind the one place that turns its failures into our error."""
     from ortools.util.python.solve_interrupter import SolveInterrupter
 
-    try:
+    def solve() -> Any:
         made = mathopt.Model.from_model_proto(model)
         if interrupter is None:
             return mathopt.solve(made, kind, params=params)
         own = SolveInterrupter()
         with interrupter.calling(own.interrupt):
             return mathopt.solve(made, kind, params=params, interrupter=own)
+
+    try:
+        return _heeding_ctrl_c(solve, interrupter)
     except Exception as error:  # noqa: BLE001  # every refusal comes out as another type
         cause = error.__context__ if isinstance(error, AttributeError) else error
         reason = getattr(cause, "message", None) or str(cause or error)
         raise SolverUnavailableError(
             solver, reason, "Choose another with SolveParameters(solver=...)"
         ) from error
+
+
+def _heeding_ctrl_c(solve: Callable[[], Any], interrupter: Interrupter | None) -> Any:
+    """What a call of MathOpt returns, in a thread of its own where this is the main one.
+
+    Ctrl-C while MathOpt runs is raised as its answer is converted, where protobuf drops it.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came first.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return solve()
+    stop = Interrupter() if interrupter is None else interrupter
+    (outcome,), interrupted = run_side_by_side([solve], 1, stop.interrupt)
+    if interrupted:
+        raise KeyboardInterrupt
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value
 
 
 def _solve_math_opt(

@@ -108,7 +108,8 @@ class BitsMethods:
             rows = np.arange(len(fixed.operators))
             return min(plans, key=lambda c: device.perturbation[rows, c].sum(), default=None)
 
-        best: BitsPlan | None = None
+        # All of it before anything that a time limit may cut short: it takes little.
+        best = self.uniform()
         # The fastest first: there the fastest plan is in time, if any plan is.
         counts = dict.fromkeys([self._problem.fastest_bits, *single_bit_counts(self._problem)])
         for bits in counts:

@@ -233,11 +233,7 @@ def plan_columns(problem: AllocationProblem, plan: PrecisionPlan) -> list[IntArr
             if operator.name not in row:
                 raise PlanError(where, "must list every operator", f"no {operator.name!r}")
             precision = row[operator.name]
-            if (
-                not device.available[index, column_of[precision]]
-                if precision in column_of
-                else True
-            ):
+            if precision not in column_of or not device.available[index, column_of[precision]]:
                 rule = "must be a precision that the operator has on this kind"
                 raise PlanError(f"{where}.{operator.name}", rule, precision.value)
             column[index] = column_of[precision]

@@ -156,7 +156,8 @@ def _decided_bits(sent: BitColumns, values: FloatArray, where: str) -> tuple[int
     bits = []
     for bucket, columns in enumerate(sent.columns):
         x = values[columns]
-        if np.abs(x - np.rint(x)).max() > INTEGER_TOLERANCE or np.rint(x).sum() != 1:
+        at_one = np.eye(len(x))[x.argmax()]
+        if np.abs(x - at_one).max() > INTEGER_TOLERANCE:
             raise FormatError(
                 f"{where}: bits of bucket {bucket}",
                 f"must have exactly one column at 1, all within {INTEGER_TOLERANCE} of 0 or 1",

@@ -161,6 +161,7 @@ def generate_problem(
         raise ParameterError("graph", "must be one of " + ", ".join(_GRAPHS), graph)
     if costs not in _COSTS:
         raise ParameterError("costs", "must be one of " + ", ".join(_COSTS), costs)
+    counts = _bit_counts(communication)
     rng = np.random.default_rng(seed)
     shape = _Graph()
     if graph == "branching":
@@ -194,20 +195,24 @@ def generate_problem(
         ),
         devices=tuple(kinds),
     )
-    if communication:
-        problem = _with_codes(problem, communication, seed)
+    if counts:
+        problem = _with_codes(problem, counts, seed)
     return _with_budgets(problem, tightness)
 
 
-def _with_codes(
-    problem: AllocationProblem, communication: Sequence[int], seed: int
-) -> AllocationProblem:
+def _bit_counts(communication: object) -> list[int]:
+    """Bits to offer beside 32, each once, descending."""
     least, most = CODE_BITS
+    rule = f"must be whole numbers from {least} to {most}"
+    if not isinstance(communication, Sequence):
+        raise ParameterError("communication", rule, communication)
     for bits in communication:
         if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= most:
-            rule = f"must be whole numbers from {least} to {most}"
             raise ParameterError("communication", rule, bits)
-    counts = sorted(set(communication), reverse=True)
+    return sorted(set(communication), reverse=True)
+
+
+def _with_codes(problem: AllocationProblem, counts: Sequence[int], seed: int) -> AllocationProblem:
     most_variance = sum(
         problem.weight(device) * float(device.perturbation.max(axis=1).sum())
         for device in problem.devices

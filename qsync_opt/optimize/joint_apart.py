@@ -19,44 +19,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from qsync_opt.errors import SolverUnavailableError
 from qsync_opt.optimize.arrays import FloatArray
 from qsync_opt.optimize.bits import BitsMethods, BitsPlan
 from qsync_opt.optimize.climb import Climb, Point
-from qsync_opt.optimize.evaluate import (
-    TIME_TOLERANCE,
-    evaluate_columns,
-    evaluate_device,
-    plan_columns,
-    tails_s,
-)
+from qsync_opt.optimize.evaluate import evaluate_columns, tails_s
+from qsync_opt.optimize.joint_alone import KindsAlone
 from qsync_opt.optimize.joint_core import OpenOptions
 from qsync_opt.optimize.joint_incumbent import JointIncumbent
 from qsync_opt.optimize.joint_lagrangian import JointLagrangian
 from qsync_opt.optimize.joint_listing import code_bounds, list_vectors
-from qsync_opt.optimize.joint_vectors import (
-    OpenVectors,
-    PricedKinds,
-    SolvedKinds,
-    priced_kinds,
-)
+from qsync_opt.optimize.joint_vectors import KindsBound, OpenVectors, PricedKinds, priced_kinds
 from qsync_opt.optimize.kind import Limits
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.optimize.proof import Proof
 from qsync_opt.optimize.result import SolveParameters
-from qsync_opt.optimize.run import Run
 
-#: The part of the gap that solves at given bits may leave, and the part that clusters of codes
-#: may lose.
-_OWN_GAP = 0.5
+#: The part of the gap that clusters of codes may lose.
 _SPARED = 0.25
 
-#: Combinations at which the kinds are solved, in all.
-_MOST_SOLVED = 24
+#: Solves of a kind, in all.
+_MOST_SOLVED = 48
 
 #: Place, among what is open by rising bound, of the combination looked at next: those of low
 #: bounds are closed by prices that close few others, those of high ones by a solve only.
@@ -67,8 +52,8 @@ _PLACE = 0.7
 _BEYOND = 10.0
 _ROUNDS = 25
 
-#: How often combinations are listed, where there are too many to list at first.
-_MOST_LISTED = 8
+#: How often combinations are listed, in all: more than once where they are too many at first.
+_MOST_LISTED = 16
 
 #: The soonest of what is open is solved again once this part of it is left.
 _FEWER = 1 / 8
@@ -91,21 +76,12 @@ class KindsApart:
         parameters: SolveParameters,
         limits: Limits,
     ) -> None:
-        self._problem, self._proof, self._limits = problem, proof, limits
-        gap = _OWN_GAP * proof.gap
-        self._parameters = replace(parameters, threads=1, relative_gap=gap, progress=None)
-        self._weights = np.array(
-            [
-                sum(problem.weight(problem.devices[index]) for index in members)
-                for members in proof.incumbent.kinds
-            ]
-        )
+        self._problem, self._proof = problem, proof
+        self._alone = KindsAlone(problem, proof, parameters, limits)
         self._priced: list[PricedKinds] = []
-        self._solved: list[SolvedKinds] = []
+        self._listings = 0
 
-    def settle(
-        self, joint: JointLagrangian, climb: Climb, least: OpenOptions
-    ) -> float | None:
+    def settle(self, joint: JointLagrangian, climb: Climb, least: OpenOptions) -> float | None:
         """Close the combinations of bits that a node leaves open.
 
         Args:
@@ -123,14 +99,15 @@ class KindsApart:
         points = [climb.best] if self._priced else climb.points
         self._priced += [priced_kinds(joint, point.prices) for point in points]
         reached, alone = math.inf, None
-        for _ in range(_MOST_LISTED):
+        while self._listings < _MOST_LISTED:
             codes = code_bounds(joint, self._priced, least.codes, climb.best.value, alone or 0.0)
             soonest = codes.soonest(joint, proof.target)
             if soonest is None:
                 return min(reached, proof.target)
             if alone is None:  # of what is open: what is closed later needs no bound
-                alone = float(self.solve_at(self._bits(soonest)).bounds.sum())
+                alone = self.solve_at(self._bits(soonest))
                 continue
+            self._listings += 1
             vectors, complete = list_vectors(
                 self._problem,
                 joint,
@@ -140,31 +117,42 @@ class KindsApart:
             )
             proof.count("vectors", len(vectors))
             reached = min(reached, proof.target)
-            for bound in (*self._priced, *self._solved):
+            known: list[KindsBound] = [*self._alone.solved, *reversed(self._priced)]
+            for bound in known:
                 vectors.learn(bound)
+                reached = min(reached, vectors.drop(proof.target))
             if complete:
-                found = self._close(joint, climb.best.prices, vectors)
-                return None if found is None else min(reached, found)
-            vectors.drop(proof.target)
-            if proof.out_of_time() or not len(vectors):
+                return self._close(joint, climb.best.prices, vectors, reached)
+            if proof.out_of_time():
+                return climb.best.value
+            if not len(vectors):
                 return None
+            before = proof.target
             self._look_at(self._next(vectors), joint, climb.best.prices, vectors)
+            if proof.target < before:
+                return None  # less is open now, which may be little enough without a list
         return None
 
     def _close(
-        self, joint: JointLagrangian, prices: FloatArray, vectors: OpenVectors
+        self, joint: JointLagrangian, prices: FloatArray, vectors: OpenVectors, reached: float
     ) -> float | None:
         """Raise the bounds of some combinations until none is below the target.
 
+        Args:
+            joint: the Lagrangian.
+            prices: of its rows, to start from.
+            vectors: all combinations that are open.
+            reached: lower bound of all others.
+
         Returns:
-            The least bound that closed one, or None after too many solves.
+            A lower bound of all plans, or None where no solves are left to close them.
         """
-        proof = self._proof
-        reached, fewest = proof.target, math.inf
+        proof, fewest = self._proof, math.inf
         while True:
             reached = min(reached, vectors.drop(proof.target))
             if not len(vectors):
-                return reached
+                # Rounding may leave a combination open whose own plan is known.
+                return reached if proof.closes(reached) else None
             if proof.out_of_time():
                 return min(reached, float(vectors.bounds().min()))
             if len(vectors) <= fewest:
@@ -174,7 +162,6 @@ class KindsApart:
             line = self._next(vectors)
             if not self._look_at(line, joint, prices, vectors):
                 return None
-            # Looked at, whether rounding lets its own plan close it or not.
             reached = min(reached, float(vectors.bounds()[line]))
             vectors.keep(np.arange(len(vectors)) != line)
 
@@ -188,12 +175,12 @@ class KindsApart:
     ) -> bool:
         """Raise bounds by what closes one combination; whether there were solves left for it."""
         best = self._climb(joint, prices, vectors, line)
-        for tails_s in (vectors.shortest(line, best.rows), vectors.tails_s[line]):
+        for tails in (vectors.shortest(line, best.rows), vectors.tails_s[line]):
             if vectors.bounds()[line] >= self._proof.target:
                 return True
-            if len(self._solved) >= _MOST_SOLVED:
+            if self._alone.solves >= _MOST_SOLVED:
                 return False
-            self._solve_for(tails_s, vectors)
+            self._solve_for(tails, vectors)
         return True
 
     def _climb(
@@ -222,71 +209,36 @@ class KindsApart:
 
     # -- the kinds at given bits -----------------------------------------------------------
 
-    def solve_at(self, bits: tuple[int, ...]) -> SolvedKinds:
+    def solve_at(self, bits: tuple[int, ...]) -> float:
         """Solve the kinds alone at some bits, and offer their plan, with more bits if it can.
+
+        Returns:
+            A lower bound of what the kinds cost there.
 
         Raises:
             SolverUnavailableError: the back end failed.
         """
         incumbent = self._proof.incumbent
-        solved = self._solve(tails_s(self._problem.at_bits(bits)))
+        solved = self._alone.solve(tails_s(self._problem.at_bits(bits)))
         if solved.columns is not None and incumbent.deadline_s is not None:
             methods = BitsMethods(self._problem, incumbent.deadline_s, self._proof.out_of_time)
             judged = evaluate_columns(self._problem, solved.columns, incumbent.deadline_s, bits)
             plan = BitsPlan(columns=solved.columns, bits=bits, evaluation=judged)
             plan = methods.raised(plan)
             incumbent.offer(incumbent.flat(plan.columns, plan.bits))
-        return solved
+        return float(solved.bounds.sum())
 
     def _solve_for(self, tails_s: FloatArray, vectors: OpenVectors) -> None:
         """Solve at some tails; offer the plan with the best of the bits that it allows."""
-        solved = self._solve(tails_s)
+        solved = self._alone.solve(tails_s)
         vectors.learn(solved)
-        incumbent = self._proof.incumbent
-        if solved.columns is None or incumbent.deadline_s is None:
+        if solved.columns is None:
             return
-        ready_s = np.max(
-            [
-                evaluate_device(self._problem, device, column).ready_s
-                for device, column in zip(self._problem.devices, solved.columns, strict=True)
-            ],
-            axis=0,
-        )
-        latest_s = incumbent.deadline_s * (1 + TIME_TOLERANCE)
-        in_time = (ready_s + vectors.tails_s <= latest_s).all(axis=1)
+        in_time = (vectors.tails_s <= self._alone.room_s(solved.columns)).all(axis=1)
         if in_time.any():
             line = int(np.where(in_time, vectors.variance, np.inf).argmin())
             best = self._bits(vectors.codes[line].tolist())
-            incumbent.offer(incumbent.flat(solved.columns, best))
-
-    def _solve(self, tails_s: FloatArray) -> SolvedKinds:
-        for known in self._solved:
-            if np.array_equal(known.tails_s, tails_s):
-                return known
-        proof, own = self._proof, self._parameters
-        proof.count("apart")
-        buckets = tuple(
-            replace(bucket, all_reduce_s=seconds, codes=())
-            for bucket, seconds in zip(
-                self._problem.buckets, (tails_s - np.append(tails_s[1:], 0.0)).tolist(), strict=True
-            )
-        )
-        deadline_s = proof.incumbent.deadline_s
-        fixed = replace(self._problem, buckets=buckets, deadline_s=deadline_s, slack=0.0)
-        best = proof.incumbent.column
-        hints = None if best is None else proof.incumbent.read(best)[0]
-        run = Run(fixed, "exact", own, hints, recovers=False, limits=self._limits)
-        found = run.run()
-        trouble = run.trouble()
-        if trouble is not None:
-            raise SolverUnavailableError(own.solver, trouble)
-        solved = SolvedKinds(
-            tails_s=tails_s,
-            bounds=self._weights * np.array(run.bounds()),
-            columns=None if found.plan is None else plan_columns(fixed, found.plan),
-        )
-        self._solved.append(solved)
-        return solved
+            self._proof.incumbent.offer(self._proof.incumbent.flat(solved.columns, best))
 
     def _bits(self, codes: Sequence[int]) -> tuple[int, ...]:
         return tuple(

@@ -23,9 +23,9 @@ from qsync_opt.optimize.problem import AllocationProblem
 
 #: Combinations that are listed, those kept where there are more, and extensions of such that
 #: are looked at at a time.
-_MOST_VECTORS = 10_000
+_MOST_VECTORS = 30_000
 _BEAM = 2_000
-_MOST_EXTENSIONS = 1_000_000
+_MOST_EXTENSIONS = 2_000_000
 
 #: Prices by which they are bounded as they are listed: the latest, and as many of all.
 _MOST_PRICES = 32
@@ -186,7 +186,7 @@ def _listed(
     """
     total = whole[None, :]
     codes, complete = np.zeros((1, len(above)), dtype=np.int64), True
-    for group in groups:
+    for group in sorted(groups, key=lambda group: -len(group.codes)):
         members = zip(group.buckets.tolist(), group.codes.T, strict=True)
         more = np.sum([above[bucket][taken] for bucket, taken in members], axis=0)
         most = max(_MOST_EXTENSIONS // max(len(more), 1), 1)
@@ -194,13 +194,17 @@ def _listed(
             complete = False
             kept = np.argsort(total.max(axis=1), kind="stable")[:most]
             total, codes = total[kept], codes[kept]
-        best = np.full((len(total), len(more)), -np.inf)
-        for mine, step in zip(total.T, more.T, strict=True):
-            np.maximum(best, mine[:, None] + step[None, :], out=best)
+        best = total[:, 0][:, None] + more[:, 0][None, :]
         row, item = np.nonzero(best < target)
+        best = best[row, item]
+        for mine, step in zip(total.T[1:], more.T[1:], strict=True):
+            best = np.maximum(best, mine[row] + step[item])
+            wanted = best < target
+            if not wanted.all():
+                row, item, best = row[wanted], item[wanted], best[wanted]
         if len(row) > _MOST_VECTORS:
             complete = False
-            kept = np.argsort(best[row, item], kind="stable")[:_BEAM]
+            kept = np.argsort(best, kind="stable")[:_BEAM]
             row, item = row[kept], item[kept]
         total, codes = total[row] + more[item], codes[row]
         codes[:, group.buckets] = group.codes[item]

@@ -7,13 +7,11 @@ The steps are those of `exact`, taken for all kinds at once:
 3. At the best prices, options of operators and codes of buckets that no plan below U (1 - gap)
    can take are dropped.
 4. Where little stays open, it is one multiple-choice knapsack (`joint_core`), searched by
-   labels; what those do not end goes to the back end as the joint program (`formulation`).
-5. Where much does, branch on the operator or the bucket whose likely options differ most
-   (`joint_branching`), and go on from 3.
-
-Bits are bounded and dropped like any option, so that no combination of them is tried one by
-one: a decomposition over kinds at fixed bits would have to be solved for each of the many
-combinations that the gap of the kinds' Lagrangians does not tell apart.
+   labels. What those do not end is closed by bits: the combinations that are open are listed,
+   and bounded by the kinds alone (`joint_apart`).
+5. Where those are too many, what little is open goes to the back end as the joint program
+   (`formulation`). Of much, branch on the operator or the bucket whose likely options differ
+   most (`joint_branching`), and go on from 3.
 """
 
 from __future__ import annotations
@@ -296,14 +294,16 @@ class JointSearch:
             except NothingOpenError:
                 return target  # no plan of the node is below it
             if core is not None:
-                bound, complete = self._search(core, target, _MERGED_WIDTHS)
+                bound, complete = self._search(core, target, _MERGED_WIDTHS[:1])
                 if complete or self._proof.out_of_time():
                     return bound
             apart = self._apart.settle(joint, climb, least)
             if apart is not None:
                 return apart
-            if self.incumbent.column is not None:
-                self._apart.solve_at(self.incumbent.read(self.incumbent.column)[1])
+            if core is not None and self._proof.target == target:
+                bound, complete = self._search(core, target, _MERGED_WIDTHS)
+                if complete or self._proof.out_of_time():
+                    return bound
             if self._proof.target == target:
                 break  # no better plan, which would leave less open
         few = self._proof.statistics["open"] <= (_FEW if core is None else _FLOW)

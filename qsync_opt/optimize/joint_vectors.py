@@ -59,7 +59,8 @@ class PricedKinds:
     def rows(self) -> BoolArray:
         """The buckets whose rows have a price, [K]."""
         prices = np.diff(self.worth.sum(axis=0), prepend=0.0)
-        return prices > _NEGLIGIBLE * prices.max(initial=0.0)
+        result: BoolArray = np.greater(prices, _NEGLIGIBLE * float(prices.max(initial=0.0)))
+        return result
 
 
 def priced_kinds(joint: JointLagrangian, prices: FloatArray) -> PricedKinds:
@@ -90,7 +91,7 @@ class SolvedKinds:
     def of(self, saved_s: FloatArray, tails_s: FloatArray) -> FloatArray:
         """See `KindsBound`."""
         del saved_s
-        no_shorter = (tails_s >= self.tails_s).all(axis=1)
+        no_shorter: BoolArray = np.all(tails_s >= self.tails_s, axis=1)
         # Neither a perturbation nor its weight is negative.
         return np.where(no_shorter[None, :], self.bounds[:, None], 0.0)
 
@@ -156,6 +157,6 @@ class OpenVectors:
         tails_s = self.tails_s.min(axis=0)
         if line is not None and rows is not None:
             tails_s = np.where(rows, self.tails_s[line], tails_s)
-        # A tail is no shorter than the next one; and sums in another order differ by rounding.
+        # A tail is no shorter than the next one.
         longest: FloatArray = np.maximum.accumulate(tails_s[::-1])[::-1]
-        return longest * (1 - ROUNDING)
+        return longest

@@ -87,7 +87,11 @@ class Proof(Generic[B]):
     @property
     def is_closed(self) -> bool:
         """Whether the gap is proven."""
-        return self.bound + 6 * ROUNDING * abs(self.bound) >= self.target
+        return self.closes(self.bound)
+
+    def closes(self, bound: float) -> bool:
+        """Whether this lower bound of every plan would prove the gap."""
+        return bound + 6 * ROUNDING * abs(bound) >= self.target
 
     def raise_bound(self, value: float) -> None:
         """Take a lower bound of every plan."""

@@ -44,8 +44,6 @@ class Run:
         method: see `solve`.
         parameters: see `SolveParameters`.
         hints: a plan to start from, precision columns [N] per device kind.
-        recovers: whether the exact method starts from greedy's plan beside the hints.
-        limits: of what this is a part of; then the kinds are solved in this process.
 
     Attributes:
         interrupted: whether Ctrl-C came.
@@ -59,13 +57,10 @@ class Run:
         method: str,
         parameters: SolveParameters,
         hints: Sequence[IntArray] | None = None,
-        *,
-        recovers: bool = True,
-        limits: Limits | None = None,
     ) -> None:
         self._problem, self._method, self._parameters = problem, method, parameters
-        self._began, self._part = time.perf_counter(), limits is not None
-        self._limits = limits or Limits(
+        self._began = time.perf_counter()
+        limits = Limits(
             began=self._began,
             time_limit_s=parameters.time_limit_s,
             interrupter=Interrupter(),
@@ -79,8 +74,7 @@ class Run:
                 method=method,
                 parameters=parameters,
                 hints=() if hints is None else [hints[index] for index in members],
-                limits=self._limits,
-                recovers=recovers,
+                limits=limits,
             )
             for members in distinct_kinds(problem)
         ]
@@ -132,18 +126,13 @@ class Run:
         self.deadline_s = (1.0 + self._problem.slack) * self.fastest_s
 
     def _crew(self) -> Crew:
-        heavy = self._method in ("auto", "exact", "greedy", "fastest") and not self._part
+        heavy = self._method in ("auto", "exact", "greedy", "fastest")
         return make_crew(
             self._kinds, self._parameters, apart=heavy and len(self._problem.operators) >= _LARGE
         )
 
     def _each(self, crew: Crew, deadline_s: float | None) -> None:
         self.interrupted |= crew.perform(deadline_s)
-
-    def bounds(self) -> list[float]:
-        """Proven lower bound of every distinct kind's perturbation; infinite without a plan."""
-        found = (kind.solution for kind in self._kinds)
-        return [0.0 if part is None else max(part.bound, 0.0) for part in found]
 
     # -- the result ------------------------------------------------------------------------
 

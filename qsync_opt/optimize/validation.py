@@ -49,6 +49,7 @@ def validate(problem: AllocationProblem) -> None:
         validate_device(problem, device)
     _validate_shares(problem)
     _validate_groups(problem)
+    _validate_objective(problem)
 
 
 def _text(value: object, field: str, *, empty: bool = False) -> None:
@@ -131,10 +132,6 @@ def _validate_buckets(problem: AllocationProblem) -> None:
         finite_number(bucket.all_reduce_s, f"buckets[{index}].all_reduce_s")
         whole_number(bucket.size_bytes, f"buckets[{index}].bytes", least=0)
         _validate_codes(bucket, f"buckets[{index}].codes")
-    total = sum(max((c.perturbation for c in b.codes), default=0.0) for b in problem.buckets)
-    if not math.isfinite(total):
-        rule = "must sum to a number that a double can hold (below 1.8e308) over the buckets"
-        raise ProblemError("buckets[*].codes[*].perturbation", rule, total)
 
 
 def _validate_codes(bucket: Bucket, where: str) -> None:
@@ -179,6 +176,17 @@ def _validate_shares(problem: AllocationProblem) -> None:
             total,
             "Divide each share by this sum",
         )
+
+
+def _validate_objective(problem: AllocationProblem) -> None:
+    """Every objective must be a number; those of the operators alone have been judged."""
+    worst = [max(code.perturbation for code in bucket.choices) for bucket in problem.buckets]
+    for device in problem.devices:
+        worst.append(problem.weight(device) * float(device.perturbation.max(axis=1).sum()))
+    total = sum(worst)
+    if not math.isfinite(total):
+        rule = "must sum to a number that a double can hold (below 1.8e308), with all operators"
+        raise ProblemError("buckets[*].codes[*].perturbation", rule, total)
 
 
 def _validate_groups(problem: AllocationProblem) -> None:

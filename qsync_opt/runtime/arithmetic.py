@@ -14,7 +14,6 @@ from torch.nn import functional
 from qsync_opt.runtime import fp32
 from qsync_opt.runtime.fp32 import Window, as_dtype
 
-
 _NOTHING = nullcontext()
 
 

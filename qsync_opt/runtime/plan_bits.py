@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from qsync_opt.errors import ParameterError
 from qsync_opt.graph import OperatorGraph
+from qsync_opt.optimize.buckets import chosen
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.plan import FULL_BITS, PrecisionPlan
 from qsync_opt.runtime.bucket_bits import PlannedBits
+from qsync_opt.runtime.communication import communication_at
 from qsync_opt.runtime.parameters import TrainParameters
 
 _FLOAT_BYTES = 4
@@ -29,9 +31,10 @@ def bits_of_job(
         parameters: of the job; with `uniform` or `autocast` the plan is not in use.
 
     Raises:
-        ParameterError: `communication` is given too, or the problem or the graph is missing,
-            which say what is in a bucket.
-        PlanError: another number of buckets than the problem has.
+        ParameterError: `communication` is given too, the problem or the graph is missing,
+            which say what is in a bucket, or nothing is sent at so many bits, of this plan or of
+            a refined one.
+        PlanError: another number of buckets, or bits that a bucket of the problem does not have.
     """
     if plan is None or parameters.uniform is not None or parameters.autocast is not None:
         return None
@@ -49,7 +52,21 @@ def bits_of_job(
         name = "problem" if problem is None else "graph"
         rule = "must be given with a plan that has bits for buckets"
         raise ParameterError(name, rule, None, "It says what the buckets hold")
+    if parameters.refine_interval:
+        _require_sendable(problem)
     return planned_bits(plan, problem, graph)
+
+
+def _require_sendable(problem: AllocationProblem) -> None:
+    """Refuse bits that a plan found while training runs could not be sent at."""
+    for index, bucket in enumerate(problem.buckets):
+        for code in bucket.codes:
+            try:
+                communication_at(code.bits)
+            except ParameterError as error:
+                remedy = "Build the problem without these bits, or train without refinement"
+                where = f"problem.buckets[{index}].codes"
+                raise ParameterError(where, error.rule, code.bits, remedy) from None
 
 
 def planned_bits(
@@ -59,8 +76,9 @@ def planned_bits(
 
     Raises:
         ParameterError: nothing is sent at so many bits.
-        PlanError: another number of buckets than the problem has.
+        PlanError: another number of buckets, or bits that a bucket of the problem does not have.
     """
+    chosen(problem.buckets, plan.communication)  # raises
     sizes = tuple(bucket.size_bytes for bucket in problem.buckets)
     whole = PlannedBits(
         bits=(FULL_BITS,) * len(sizes), size_bytes=sizes, bucket_of=_bucket_of(problem, graph)

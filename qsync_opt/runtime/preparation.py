@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from qsync_opt.graph import OperatorGraph
 from qsync_opt.kernels.rounding import mix64
 from qsync_opt.measure.step import Loss
 from qsync_opt.optimize.problem import AllocationProblem
+from qsync_opt.optimize.validation import SHARE_TOLERANCE
 from qsync_opt.plan import PrecisionPlan
 from qsync_opt.runtime import state
 from qsync_opt.runtime.agreement import describe_parameters, plan_sha256, require_agreement
@@ -269,6 +272,8 @@ class Preparation:
         for kind in kinds:
             if kind not in given:
                 raise ParameterError("shares", f"must name the device kind {kind}", list(given))
+        if self._parameters.shares is None and problem is not None:
+            _require_whole_batch(problem, kinds)
         return [float(given[kind]) for kind in kinds]
 
     def _refinement(
@@ -306,6 +311,17 @@ class Preparation:
             failure = error
         self._ranks.share_failure(failure)
         return plan
+
+
+def _require_whole_batch(problem: AllocationProblem, kinds: Sequence[str]) -> None:
+    """Refuse ranks that together have another share of the batch than all of it."""
+    shares = {device.name: device.batch_share for device in problem.devices}
+    if abs(math.fsum(shares[kind] for kind in kinds) - 1) <= SHARE_TOLERANCE:
+        return
+    wanted = ", ".join(f"{device.name} x {device.workers}" for device in problem.devices)
+    found = ", ".join(f"{kind} x {count}" for kind, count in Counter(kinds).items())
+    rule = f"must be those of the problem ({wanted}), whose shares of the batch add up to 1"
+    raise ParameterError("ranks", rule, found, "Give shares, or build the problem for these ranks")
 
 
 def hook_tensors(hook: GradientHook | QuantizedSharding, ranks: Ranks) -> dict[str, Tensor]:

@@ -260,6 +260,10 @@ def test_other_bits_are_refused_where_something_is_missing(
         build_problem(graph, given, table, two, bits=(8, 6))
     with pytest.raises(ParameterError, match="bits: must be fewer than 32"):
         build_problem(graph, given, table, two, bits=(32, 8))
+    for method in ("random", "variance_published"):  # of other units than what bits add
+        with pytest.raises(ParameterError, match="perturbation of one: must be of variance or"):
+            build_problem(graph, given, replace(table, method=method), two, bits=(8,))
+    build_problem(graph, given, replace(table, method="measured"), two, bits=(8,))
     bare = replace(table, gradients=None)
     with pytest.raises(ParameterError, match="perturbation of one.*Compute it with --gradients"):
         build_problem(graph, given, bare, two, bits=(8,))

@@ -81,6 +81,14 @@ def test_the_largest_error_counts_and_a_plan_counts_once() -> None:
     assert median_error(()) is None
 
 
+def test_a_run_is_known_by_precisions_and_bits(job: Job) -> None:
+    plan = job.plan
+    other = replace(plan, problem="0" * 64)
+    sent = [replace(plan, communication=bits) for bits in ((8, 16), (16, 8))]
+    assert plan_digest(plan) == plan_digest(other)
+    assert len({plan_digest(row) for row in (plan, *sent)}) == 3
+
+
 def test_runs_are_kept_in_the_file_and_files_without_them_are_read(job: Job) -> None:
     path = job.files["weak"]
     before = path.read_bytes()

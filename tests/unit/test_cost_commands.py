@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_a_problem_whose_buckets_have_other_bits(
     graph, costs, problem = (folder / n for n in ("graph.json", "made-up.json", "bits.json"))
     table = folder / "gradients.json"
     save_costs(made_up_costs(load_graph(graph)), costs)
-    perturb = ("perturb", folder / "net.py", graph, "-o", table, "--method", "random")
+    perturb = ("perturb", folder / "net.py", graph, "-o", table)
     run(capsys, *perturb, "--gradients", "--batches", "2", "--set", "width=16", "--set", "seed=1")
     build = ("build", graph, "--kind", f"one={costs},workers=2", "-o", problem)
     with_table = (*build, "--perturbation", table)
@@ -107,6 +108,11 @@ def test_a_problem_whose_buckets_have_other_bits(
     assert "Measure on the group of the job with --codes 6" in refused(
         capsys, *with_table, "--bits", "6"
     )
+    alone = folder / "alone.json"
+    save_costs(replace(load_costs(costs), all_reduce=None), alone)
+    assert f"--all-reduce: must be costs that hold times of all-reduces, got '{alone}'" in refused(
+        capsys, *with_table, "--all-reduce", alone
+    )
     wrong = refused(capsys, *with_table, "--bits", "eight")
     assert "--bits: must be whole numbers, separated by commas" in wrong
 
@@ -120,7 +126,9 @@ def test_what_is_wrong_is_told_in_one_line(
     assert "--threads: must be at least 1" in refused(capsys, *measure, "--threads", "0")
     assert "--model" in refused(capsys, *measure, "--model", folder / "gone.py")
     assert "--codes: must be given with --ranks" in refused(capsys, *measure, "--codes", "8")
-    assert "must be 2 to 8, 16 or 32" in refused(capsys, *measure, "--ranks", "2", "--codes", "9")
+    assert "--codes: must be 2 to 8, 16 or 32, got 9" in refused(
+        capsys, *measure, "--ranks", "2", "--codes", "9"
+    )
     build = ("build", graph, "--perturbation", folder / "table.json", "-o", costs)
     assert "--kind: must be NAME=COSTS" in refused(capsys, *build, "--kind", "weak")
     assert "must be a file" in refused(capsys, *build, "--kind", f"weak={costs}")

@@ -119,6 +119,7 @@ LAYERS = (
     ("optimize.bits", "optimize.joint_incumbent", "optimize.joint_lagrangian"),
     ("optimize.bucket_groups",),
     ("optimize.joint_core", "optimize.joint_vectors"),
+    ("optimize.joint_alone", "optimize.joint_listing"),
     ("optimize.joint_apart", "optimize.joint_branching", "optimize.joint_program"),
     ("optimize.joint_search",),
     ("optimize.bits_run",),

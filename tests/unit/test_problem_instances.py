@@ -1,7 +1,6 @@
 import itertools
 import json
 import math
-import math
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -128,7 +129,26 @@ def test_sources_are_found_where_a_wheel_puts_them(
     monkeypatch.setattr(sysconfig, "get_path", {"data": str(prefix)}.__getitem__)
     with pytest.raises(KernelError, match="not installed"):
         build.sources_folder()
-    for top in (site, prefix):  # of `pip install --target`, and of an environment
+    user = tmp_path / "user"
+    below = user / "lib" / "python3.11" / "site-packages"
+    # Of `pip install --target`, of an environment, and of --user or --prefix.
+    for package, top in ((site, site), (site, prefix), (below, user)):
+        monkeypatch.setattr(build, "__file__", str(package / "qsync_opt" / "kernels" / "build.py"))
         (top / place).mkdir(parents=True)
         (top / place / "one.cu").touch()
         assert build.sources_folder() == top / place
+        shutil.rmtree(top)
+
+
+def test_a_cache_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "nvcc"
+    compiler.touch()  # not to be run either
+    monkeypatch.setattr(build, "find_compiler", lambda: compiler)
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(compiler / "cache"))
+    with pytest.raises(KernelError, match=f"Not a directory.*{build.CACHE_VARIABLE}"):
+        build.build("80")
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    with pytest.raises(KernelError, match="nvcc cannot be run: Permission denied"):
+        build.build("80")

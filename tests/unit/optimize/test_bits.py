@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,6 @@ from qsync_opt.optimize.evaluate import (
 )
 from qsync_opt.optimize.explain import explain
 from qsync_opt.optimize.generate import generate_problem
-from qsync_opt.optimize.joint_vectors import KindBounds
 from qsync_opt.optimize.problem import AllocationProblem, Bucket, BucketCode
 from qsync_opt.optimize.result import SolveParameters, SolveStatus
 from qsync_opt.optimize.solve import solve
@@ -182,6 +183,32 @@ def test_uniform_is_the_best_of_all_precisions_at_one_bit_count() -> None:
     assert found > 10
 
 
+def asked_times(count: int) -> Callable[[], bool]:
+    """Says to stop once it has been asked so often."""
+    asked = itertools.count()
+    return lambda: next(asked) >= count
+
+
+def test_greedy_is_never_worse_than_uniform_whenever_it_is_stopped() -> None:
+    better = 0
+    for seed in range(6):
+        problem = generate_problem(operators=12, buckets=3, seed=seed, communication=(16, 8, 4))
+        assert problem.deadline_s is not None
+        start = solve(problem.at_bits(problem.fastest_bits), method="fastest").require_plan()
+        columns = plan_columns(problem.at_bits(problem.fastest_bits), start)
+        for after in range(8):
+            uniform, greedy = (
+                BitsMethods(problem, problem.deadline_s, asked_times(after)) for _ in range(2)
+            )
+            least, found = (
+                np.inf if plan is None else plan.evaluation.perturbation
+                for plan in (uniform.uniform(), greedy.greedy(columns))
+            )
+            assert found <= least
+            better += found < least
+    assert better > 0
+
+
 def test_single_bit_counts_take_the_next_more_bits_that_a_bucket_has() -> None:
     problem = generate_problem(operators=5, buckets=2, seed=1, communication=(16, 4))
     buckets = (problem.buckets[0], replace(problem.buckets[1], codes=problem.buckets[1].codes[:1]))
@@ -310,30 +337,6 @@ def test_like_buckets_lose_nothing_by_falling_times() -> None:
             )
 
 
-def test_bounds_of_kinds_hold_at_all_longer_tails() -> None:
-    held = 0
-    for seed in range(40):
-        problem = tiny_coded_problem(seed)
-        if problem.deadline_s is None or len(problem.devices) > 1:
-            continue
-        device = problem.devices[0]
-        known = KindBounds(1)
-        found = {}
-        for bits in itertools.product(*([c.bits for c in b.choices] for b in problem.buckets)):
-            best = solve(problem.at_bits(bits), method="brute_force")
-            value = None
-            if best.plan is not None:
-                value = best.devices[device.name].objective
-                assert value is not None
-            found[bits] = np.inf if value is None else value
-        first = next(iter(found))
-        known.add(problem, first, [found[first]], None)
-        for bits, value in found.items():
-            assert known.least(problem, bits)[0] <= value * (1 + 1e-12)
-            held += known.least(problem, bits)[0] > 0
-    assert held > 10
-
-
 def test_an_instance_with_codes_is_as_described() -> None:
     problem = coded(generate_problem(operators=20, seed=2))
     for bucket in problem.buckets:
@@ -363,6 +366,14 @@ def test_a_back_end_that_fails_is_named_and_auto_falls_back(
     assert auto.plan is not None
     assert "went home" in (auto.fallback_reason or "")
     assert solve(problem, method="uniform", parameters=parameters).fallback_reason is None
+
+
+@pytest.mark.parametrize(
+    "communication", [8, None, {8, 4}, np.array([8, 4]), "8", (8.0,), (True,), (32,), (1,)]
+)
+def test_bits_that_cannot_be_generated_are_refused(communication: Any) -> None:
+    with pytest.raises(ParameterError, match="communication: must be whole numbers from 2 to 16"):
+        generate_problem(operators=2, communication=communication)
 
 
 def test_codes_leave_all_other_numbers_of_a_generated_problem_alone() -> None:

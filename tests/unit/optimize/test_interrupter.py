@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -69,3 +71,29 @@ def test_after_ctrl_c_no_further_job_is_begun() -> None:
     assert interrupted
     assert [outcome.value for outcome in outcomes] == [1, None]
     assert [outcome.error for outcome in outcomes] == [None, None]
+
+
+def test_ctrl_c_during_a_solve_in_the_main_thread_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ortools.math_opt.python import mathopt
+
+    solve: Any = mathopt.solve
+
+    def drops_it(*words: object, **options: object) -> Any:
+        """As protobuf does, which converts the answer."""
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return solve(*words, **options)
+
+    monkeypatch.setattr(mathopt, "solve", drops_it)
+    problem = generate_problem(operators=3, seed=2)
+    program = formulate(
+        problem, deadline_s=problem.deadline_s, device=problem.devices[0].name
+    ).program
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            solve_program(program)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -82,16 +82,18 @@ def test_bits_must_be_decided(tmp_path: Path) -> None:
         if bucket != first:
             chosen.add(int(columns[0]))
 
-    def written(*more: int) -> None:
+    columns = formulation.sent.columns[first].tolist()
+
+    def written(*sent: float) -> None:
+        values = dict.fromkeys(sorted(chosen), 1.0) | dict(zip(columns, sent, strict=False))
         lines = ["objective value:                        0"]
-        lines += [f"{generic_name('C', index)}   1 \t(obj:0)" for index in sorted({*chosen, *more})]
+        lines += [f"{generic_name('C', i)}   {value} \t(obj:0)" for i, value in values.items()]
         solution.write_text("\n".join(lines) + "\n")
 
-    columns = formulation.sent.columns[first].tolist()
-    written(columns[1])
+    written(1e-9, 1 - 1e-9)
     plan = read_mps_solution(problem, path, solution)
     assert plan.communication[first] == formulation.sent.bits[first][1]
-    for more in ((), columns[:2]):
-        written(*more)
+    for sent in ((), (1.0, 1.0), (2.0, -1.0), (0.5, 0.5), (1 - 1e-4, 0.0)):
+        written(*sent)
         with pytest.raises(FormatError, match=f"bits of bucket {first}: must have exactly one"):
             read_mps_solution(problem, path, solution)

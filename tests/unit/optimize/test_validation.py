@@ -102,6 +102,15 @@ CASES: list[tuple[Change, str, str, object]] = [
         "must sum to a number that a double can hold",
         math.inf,
     ),
+    (
+        both(
+            put("buckets", 0, "codes", value=[{**CODE, "perturbation": 1.7e308}]),
+            put(*D0, "perturbation", 0, 1, value=1.7e308),
+        ),
+        "buckets[*].codes[*].perturbation",
+        "must sum to a number that a double can hold (below 1.8e308), with all operators",
+        math.inf,
+    ),
     # Pace.
     (put("slack", value=-0.1), "slack", "must be a finite number >= 0", -0.1),
     (put("deadline_s", value=0), "deadline_s", "must be a finite number > 0", 0.0),

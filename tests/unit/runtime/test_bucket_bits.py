@@ -9,6 +9,7 @@ import pytest
 from qsync_opt.build import build_problem
 from qsync_opt.costs import Cluster, ClusterKind, GradientBucket
 from qsync_opt.errors import ParameterError, PlanError
+from qsync_opt.optimize.buckets import BucketCode
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.plan import PrecisionPlan
 from qsync_opt.precision import Precision
@@ -139,6 +140,20 @@ def test_bits_are_wanted_where_the_plan_has_some_or_may_get_some() -> None:
         bits_of_job(plan, None, graph, ONE)
     with pytest.raises(ParameterError, match="graph: must be given with a plan"):
         bits_of_job(plan, problem, None, ONE)
+
+
+def test_bits_that_could_not_be_sent_are_refused_before_training() -> None:
+    graph = capture_chain()
+    problem, plan = problem_and_plan((8, 16))
+    with pytest.raises(PlanError, match=r"communication\[0\]: must be bits that the bucket has"):
+        planned_bits(replace(plan, communication=(7, 16)), problem, graph)
+    code = BucketCode(bits=12, all_reduce_s=1.0, perturbation=0.0)
+    first, second = problem.buckets
+    odd = replace(problem, buckets=(first, replace(second, codes=(code,))))
+    whole = replace(plan, communication=())
+    assert bits_of_job(whole, odd, graph, ONE) is not None
+    with pytest.raises(ParameterError, match=r"problem\.buckets\[1\]\.codes: must be .*, got 12"):
+        bits_of_job(whole, odd, graph, replace(ONE, refine_interval=3))
 
 
 def test_plans_differ_by_their_bits() -> None:

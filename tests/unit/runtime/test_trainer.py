@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,16 @@ def test_a_kind_that_the_plan_lacks_is_refused() -> None:
 def test_shares_that_do_not_fit_are_refused(shares: dict[str, float], words: str) -> None:
     with pytest.raises(ParameterError, match=words):
         fit(make_model(), 2, shares=shares)
+
+
+def test_ranks_that_are_not_those_of_the_problem_are_refused() -> None:
+    problem = generate_problem(operators=4, precisions=2, devices=1, seed=0)
+    pair = replace(problem.devices[0], name="weak", workers=2, batch_share=0.5)
+    problem = replace(problem, devices=(pair,))
+    rule = r"ranks: must be those of the problem \(weak x 2\).*, got 'weak x 1'"
+    with pytest.raises(ParameterError, match=rule):
+        fit(make_model(), 2, problem=problem)
+    fit(make_model(), 2, problem=problem, shares={"weak": 1.0})
 
 
 def test_checkpoints_of_another_plan_or_unwanted_ones_are_refused(tmp_path: Path) -> None:

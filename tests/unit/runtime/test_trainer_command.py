@@ -151,12 +151,13 @@ def test_a_trace_of_training_has_operators_for_replay(
     ("words", "told"),
     [
         (["--refine-interval", "5"], "problem: must be given to refine the plan"),
-        (["--refine-interval", "-1"], "refine_interval"),
-        (["--batch-sizing", "--shares", "strong=0.5,weak=0.5"], "batch_sizing"),
+        (["--refine-interval", "-1"], "--refine-interval"),
+        (["--refine-samples", "0"], "--refine-samples"),
+        (["--batch-sizing", "--shares", "strong=0.5,weak=0.5"], "--batch-sizing"),
         (["--communication", "g99"], "bits"),
         (["--communication", "eight"], "communication"),
         (["--trace", "missing/trace.json"], "must be in a folder"),
-        (["--trace-steps", "0"], "trace_steps"),
+        (["--trace-steps", "0"], "--trace-steps"),
     ],
 )
 def test_options_of_refinement_and_rivals_are_checked(
