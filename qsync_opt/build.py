@@ -114,6 +114,20 @@ def version_warnings(costs: Mapping[str, DeviceCosts]) -> tuple[str, ...]:
     return tuple(warnings)
 
 
+def network_warnings(cluster: Cluster) -> tuple[str, ...]:
+    """Whether all-reduces were timed on another group than that of the job.
+
+    Args:
+        cluster: the job; without times of its own those of its size are taken.
+    """
+    reduce = cluster.all_reduce
+    if reduce is None or cluster.workers in (1, reduce.ranks):
+        return ()
+    return (
+        f"all-reduces were measured on {reduce.ranks} ranks, and the job has {cluster.workers}",
+    )
+
+
 def _check_kinds(graph: OperatorGraph, costs: Mapping[str, DeviceCosts], cluster: Cluster) -> None:
     if not cluster.kinds:
         raise ParameterError("cluster", "must have at least one kind", cluster.kinds)

@@ -47,7 +47,7 @@ def add_commands(command: options.AddCommand) -> None:
 def run_build(arguments: argparse.Namespace) -> int:
     """Make a problem of a graph, costs of several kinds, and a table of perturbations."""
     from qsync_opt import console
-    from qsync_opt.build import build_problem, version_warnings
+    from qsync_opt.build import build_problem, network_warnings, version_warnings
     from qsync_opt.costs import Cluster
     from qsync_opt.files import load_costs, load_graph, load_perturbations, save_problem
 
@@ -55,17 +55,18 @@ def run_build(arguments: argparse.Namespace) -> int:
     graph = load_graph(arguments.graph)
     kinds, files = zip(*(_kind(text) for text in arguments.kind), strict=True)
     costs = {kind.name: load_costs(path) for kind, path in zip(kinds, files, strict=True)}
+    cluster = Cluster(kinds=kinds, all_reduce=_all_reduce(arguments.all_reduce))
     problem = build_problem(
         graph,
         costs,
         load_perturbations(arguments.perturbation),
-        Cluster(kinds=kinds, all_reduce=_all_reduce(arguments.all_reduce)),
+        cluster,
         bits=arguments.bits,
         deadline_s=arguments.deadline,
         slack=arguments.slack or 0.0,
     )
     save_problem(problem, arguments.output)
-    warnings = version_warnings(costs)
+    warnings = (*version_warnings(costs), *network_warnings(cluster))
     shown = {
         "problem": arguments.output,
         "sha256": problem.sha256,

@@ -51,6 +51,9 @@ _SMALL_CORES = (60, 240)
 _WIDTH = 100
 _MERGED_WIDTHS = (300, 500, 1_000)
 
+#: Open choices up to which merged labels are worth a pass before combinations of bits are listed.
+_NARROW = 220
+
 #: Steps of the search for prices that give a feasible plan.
 _RAISES = 12
 
@@ -294,7 +297,9 @@ class JointSearch:
             except NothingOpenError:
                 return target  # no plan of the node is below it
             if core is not None:
-                bound, complete = self._search(core, target, _MERGED_WIDTHS[:1])
+                narrow = self._proof.statistics["open"] <= _NARROW
+                widths = _MERGED_WIDTHS[:1] if narrow else ()
+                bound, complete = self._search(core, target, widths)
                 if complete or self._proof.out_of_time():
                     return bound
             apart = self._apart.settle(joint, climb, least)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qsync_opt.build import build_problem, cluster_kind, version_warnings
+from qsync_opt.build import build_problem, cluster_kind, network_warnings, version_warnings
 from qsync_opt.costs import Cluster, ClusterKind, DeviceCosts
 from qsync_opt.errors import CostsError, ParameterError
 from qsync_opt.gradient_noise import GradientRanges, cast_variance
@@ -323,6 +323,19 @@ def test_other_versions_are_a_warning(costs: DeviceCosts) -> None:
     (warning,) = version_warnings({"a": costs, "b": older})
     assert "torch" in warning
     assert "2.9.0" in warning
+
+
+def test_times_of_another_group_are_a_warning(costs: DeviceCosts) -> None:
+    reduce = costs.all_reduce
+    assert reduce is not None
+    jobs = {
+        n: Cluster(kinds=(ClusterKind(name="a", workers=n),), all_reduce=reduce) for n in (1, 5)
+    }
+    (warning,) = network_warnings(jobs[5])
+    assert f"measured on {reduce.ranks} ranks" in warning
+    assert network_warnings(jobs[1]) == ()
+    assert network_warnings(replace(jobs[5], all_reduce=replace(reduce, ranks=5))) == ()
+    assert network_warnings(replace(jobs[5], all_reduce=None)) == ()
 
 
 def test_settings_of_a_kind() -> None:
