@@ -91,7 +91,15 @@ class PrecisionPlan:
 def bits_text(bits: Sequence[int]) -> str:
     """How many buckets are sent in how many bits, in words; no bits mean 32 everywhere."""
     counts = Counter(bits)
-    return ", ".join(f"{n} bits x {counts[n]}" for n in sorted(counts)) or f"{FULL_BITS} bits"
+    if not set(counts) - {FULL_BITS}:
+        return f"{FULL_BITS} bits"
+    return ", ".join(f"{n} bits x {counts[n]}" for n in sorted(counts))
+
+
+def sending_text(bits: Sequence[int]) -> str:
+    """What a result notes of the bits that gradients are sent in."""
+    text = f"gradients are sent in {bits_text(bits)}"
+    return f"{text} (bits x buckets)" if " x " in text else text
 
 
 def _require_text(value: object, field: str, rule: str) -> None:

@@ -15,7 +15,7 @@ from qsync_opt.optimize.evaluate import evaluate_columns, plan_columns, plan_fro
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.optimize.result import SolveParameters, SolveResult, SolveStatus, relative_gap
 from qsync_opt.optimize.solve import solve
-from qsync_opt.plan import PrecisionPlan, bits_text
+from qsync_opt.plan import PrecisionPlan, sending_text
 from qsync_opt.replayed_kind import Budget
 from qsync_opt.replayed_run import ReplayedRun
 from qsync_opt.simulate.tasks import HostCosts
@@ -118,7 +118,7 @@ def _at_these_bits(
     proven = gap is not None and gap <= result.parameters.relative_gap
     if status is SolveStatus.OPTIMAL and not proven:
         status = SolveStatus.HEURISTIC
-    note = f"gradients are sent in {bits_text(bits)} (bits x buckets), chosen without hosts"
+    note = f"{sending_text(bits)}, chosen without hosts"
     return replace(
         result,
         status=status,

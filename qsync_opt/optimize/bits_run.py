@@ -36,7 +36,7 @@ from qsync_opt.optimize.result import (
 )
 from qsync_opt.optimize.run import Run, distinct_kinds
 from qsync_opt.optimize.workers import run_side_by_side
-from qsync_opt.plan import PrecisionPlan, bits_text
+from qsync_opt.plan import PrecisionPlan, sending_text
 
 #: Methods that start from the fastest plan.
 _FROM_THE_FASTEST = ("auto", "exact", "greedy")
@@ -255,7 +255,7 @@ class BitsRun:
             objective=None if evaluation is None else evaluation.perturbation,
             bound=None,
             gap=None,
-            notes=() if plan is None else (*found.notes, _note(plan.communication)),
+            notes=() if plan is None else (*found.notes, sending_text(plan.communication)),
             solve_s=time.perf_counter() - self._limits.began,
             parameters=self._parameters,
         )
@@ -304,12 +304,8 @@ class BitsRun:
             deadline_s=self._deadline_s,
             fastest_time_s=self._fastest_s,
             fallback_reason=reason,
-            notes=() if found is None else (_note(found.bits),),
+            notes=() if found is None else (sending_text(found.bits),),
             devices=MappingProxyType(devices),
             solve_s=solve_s,
             parameters=self._parameters,
         )
-
-
-def _note(bits: tuple[int, ...]) -> str:
-    return f"gradients are sent in {bits_text(bits)} (bits x buckets)"

@@ -87,6 +87,8 @@ class JointLagrangian(PriceClimb):
         self._options = np.cumsum([0, *(len(part.elimination.copy_of) for part in self.parts)])
         references = (part.reference for part in self.parts)
         self.reference = sum(w * size for w, size in zip(self.weights, references, strict=True))
+        # Prices are as large as what they have to outweigh: now and then a code, not operators.
+        self.reference = max(self.reference, *(float(row.max()) for row in self.variance))
 
     def evaluate(self, prices: FloatArray, closed: FloatArray | None = None) -> Point:
         """Value, slope and minimising plan at some prices, in units of the objective.

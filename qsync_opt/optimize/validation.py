@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 #: Batch shares are decimal fractions in files; their sum is allowed this rounding error.
 SHARE_TOLERANCE = 1e-9
 
+#: Bounds and prices are multiples of objectives, and have to stay numbers, too.
+_LARGEST_OBJECTIVE = 1e300
+
 #: A slack beyond this is no pace at all, and would only invite overflow.
 LARGEST_SLACK = 1e6
 
@@ -184,8 +187,8 @@ def _validate_objective(problem: AllocationProblem) -> None:
     for device in problem.devices:
         worst.append(problem.weight(device) * float(device.perturbation.max(axis=1).sum()))
     total = sum(worst)
-    if not math.isfinite(total):
-        rule = "must sum to a number that a double can hold (below 1.8e308), with all operators"
+    if not total < _LARGEST_OBJECTIVE:
+        rule = f"must sum to less than {_LARGEST_OBJECTIVE:g}, with all operators"
         raise ProblemError("buckets[*].codes[*].perturbation", rule, total)
 
 

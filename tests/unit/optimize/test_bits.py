@@ -27,7 +27,7 @@ from qsync_opt.optimize.generate import generate_problem
 from qsync_opt.optimize.problem import AllocationProblem, Bucket, BucketCode
 from qsync_opt.optimize.result import SolveParameters, SolveStatus
 from qsync_opt.optimize.solve import solve
-from qsync_opt.plan import FULL_BITS, PrecisionPlan, bits_text
+from qsync_opt.plan import FULL_BITS, PrecisionPlan, bits_text, sending_text
 from tests.coded_problems import coded, tiny_coded_problem
 from tests.tiny_problems import random_column
 
@@ -122,7 +122,9 @@ def test_bits_are_part_of_a_plan(problem: AllocationProblem) -> None:
     assert hash(full) != hash(eight)
     assert pickle.loads(pickle.dumps(eight)) == eight  # noqa: S301  # written here
     assert bits_text(eight.communication) == "8 bits x 1, 32 bits x 2"
-    assert bits_text(()) == "32 bits"
+    assert bits_text(()) == bits_text((32, 32)) == "32 bits"
+    assert sending_text(eight.communication).endswith("8 bits x 1, 32 bits x 2 (bits x buckets)")
+    assert sending_text(()) == "gradients are sent in 32 bits"
 
 
 def test_codes_are_part_of_the_hash(problem: AllocationProblem) -> None:
@@ -388,3 +390,20 @@ def test_codes_leave_all_other_numbers_of_a_generated_problem_alone() -> None:
     for bad in (1, 17, 8.0, True):
         with pytest.raises(ParameterError, match="communication: must be whole numbers"):
             generate_problem(operators=2, communication=(bad,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_code_that_outweighs_all_operators_is_solved(seed: int) -> None:
+    """Prices grow with the variance of codes, not with that of operators alone."""
+    problem = generate_problem(
+        operators=6, precisions=3, devices=2, seed=seed, tightness=0.5, communication=(8,)
+    )
+    assert problem.deadline_s is not None
+    first, *others = problem.buckets
+    huge = tuple(replace(code, perturbation=1e30) for code in first.codes)
+    slow = replace(first, all_reduce_s=10 * problem.deadline_s, codes=huge)
+    problem = replace(problem, buckets=(slow, *others))
+    result = solve(problem)
+    assert result.status is SolveStatus.OPTIMAL, result.fallback_reason
+    assert result.require_plan().communication[0] == 8
+    assert result.objective == pytest.approx(1e30, rel=1e-4)
