@@ -51,7 +51,7 @@ _SMALL_CORES = (60, 240)
 _WIDTH = 100
 _MERGED_WIDTHS = (300, 500, 1_000)
 
-#: Open choices up to which merged labels are worth a pass before combinations of bits are listed.
+#: Open choices up to which labels are merged before combinations of bits are listed, not after.
 _NARROW = 220
 
 #: Steps of the search for prices that give a feasible plan.
@@ -289,7 +289,8 @@ class JointSearch:
         """
         for _ in range(_MOST_LOOKS):
             target = self._proof.target
-            self._proof.statistics["open"] = float(least.count(target))
+            count = least.count(target)
+            self._proof.statistics["open"] = float(count)
             core = None
             try:
                 if joint.exact:
@@ -297,21 +298,20 @@ class JointSearch:
             except NothingOpenError:
                 return target  # no plan of the node is below it
             if core is not None:
-                narrow = self._proof.statistics["open"] <= _NARROW
-                widths = _MERGED_WIDTHS[:1] if narrow else ()
+                widths = _MERGED_WIDTHS if count <= _NARROW else ()
                 bound, complete = self._search(core, target, widths)
                 if complete or self._proof.out_of_time():
                     return bound
             apart = self._apart.settle(joint, climb, least)
             if apart is not None:
                 return apart
-            if core is not None and self._proof.target == target:
+            if core is not None and count > _NARROW and self._proof.target == target:
                 bound, complete = self._search(core, target, _MERGED_WIDTHS)
                 if complete or self._proof.out_of_time():
                     return bound
             if self._proof.target == target:
                 break  # no better plan, which would leave less open
-        few = self._proof.statistics["open"] <= (_FEW if core is None else _FLOW)
+        few = count <= (_FEW if core is None else _FLOW)
         return self._flow(least, self._proof.target) if few else None
 
     def _search(
