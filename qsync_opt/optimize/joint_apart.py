@@ -60,7 +60,7 @@ _FEWER = 1 / 8
 
 
 class KindsApart:
-    """Solves at given bits, each made once, and what they prove; see the module.
+    """What is known of combinations of bits, and the search that closes them; see the module.
 
     Args:
         problem: a problem whose buckets have codes.
@@ -105,7 +105,7 @@ class KindsApart:
             if soonest is None:
                 return min(reached, proof.target)
             if alone is None:  # of what is open: what is closed later needs no bound
-                alone = self.solve_at(self._bits(soonest))
+                alone = self._solve_at(self._bits(soonest))
                 continue
             self._listings += 1
             vectors, complete = list_vectors(
@@ -209,7 +209,7 @@ class KindsApart:
 
     # -- the kinds at given bits -----------------------------------------------------------
 
-    def solve_at(self, bits: tuple[int, ...]) -> float:
+    def _solve_at(self, bits: tuple[int, ...]) -> float:
         """Solve the kinds alone at some bits, and offer their plan, with more bits if it can.
 
         Returns:
