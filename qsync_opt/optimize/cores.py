@@ -15,10 +15,10 @@ import numpy as np
 from qsync_opt.optimize.arrays import BoolArray, FloatArray, IntArray
 from qsync_opt.optimize.climb import Point
 from qsync_opt.optimize.core import Core, find_core
+from qsync_opt.optimize.core_labels import MERGED_WIDTHS, search_core
 from qsync_opt.optimize.incumbent import Incumbent
-from qsync_opt.optimize.knapsack import KnapsackSearch
 from qsync_opt.optimize.lagrangian import Lagrangian
-from qsync_opt.optimize.proof import ROUNDING, Proof
+from qsync_opt.optimize.proof import Proof
 from qsync_opt.optimize.proposals import BackEnd, Program, core_program, flow_program
 
 #: Open choices in the cores that look for better plans, and in one that a proof is left to.
@@ -32,10 +32,6 @@ _WIDE_CORE = 1_000
 #: rather than as the knapsack that labels did not end (its own cuts do better on the flows).
 _FEW = 60
 FLOW = 400
-
-#: Labels of the knapsack search in such cores, one pass after another.
-_WIDTH = 100
-_MERGED_WIDTHS = (300, 500, 1_000)
 
 
 class CoreSearch:
@@ -104,7 +100,7 @@ class CoreSearch:
         core, column_of, prices = found
         if self._proof.deadline_s is not None:
             wide = self._proof.statistics["open"] > _WIDE_CORE and not whole
-            widths = _MERGED_WIDTHS[:1] if wide else _MERGED_WIDTHS
+            widths = MERGED_WIDTHS[:1] if wide else MERGED_WIDTHS
             bound, complete = self._search(core, column_of, prices, target, widths)
             self._proof.count("core_s", time.perf_counter() - began)
             if complete or self._proof.out_of_time():
@@ -157,27 +153,13 @@ class CoreSearch:
         threshold: float,
         merged_widths: Sequence[int],
     ) -> tuple[float, bool]:
-        """Search a core: lower bound of its plans and those left out, and whether it ended."""
-
-        def accept(items: IntArray) -> bool:
-            column = column_of(items)
-            return self._proof.incumbent.offer(column) or self._proof.incumbent.keeps(column)
-
-        solution = KnapsackSearch(
+        """See `search_core`."""
+        return search_core(
+            self._proof,
             core.knapsack,
-            prices=prices,
-            # A plan above the threshold is welcome too: it may be the best there is.
-            target=self._proof.target - core.constant,
-            # Of the bound, not of the incumbent: a better plan makes the gap allowed smaller.
-            gap=self._proof.gap * max(self._proof.bound, 0.0),
-            width=_WIDTH,
-            merged_widths=merged_widths,
-            stop=self._proof.out_of_time,
-            accept=accept,
-        ).solve()
-        self._proof.count("relaxations", solution.relaxations)
-        self._proof.count("labels", solution.labels)
-        bound = core.constant + solution.bound
-        if math.isfinite(bound):  # infinite where no plan is below the target
-            bound -= ROUNDING * abs(bound)
-        return min(bound, threshold), solution.complete
+            core.constant,
+            column_of,
+            prices,
+            threshold,
+            merged_widths,
+        )

@@ -23,8 +23,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from qsync_opt.optimize.arrays import FloatArray, IntArray
+from qsync_opt.optimize.arrays import FloatArray
 from qsync_opt.optimize.climb import Climb, Point
+from qsync_opt.optimize.core_labels import MERGED_WIDTHS, search_core
 from qsync_opt.optimize.joint_apart import KindsApart
 from qsync_opt.optimize.joint_branching import split_jointly
 from qsync_opt.optimize.joint_core import (
@@ -38,7 +39,6 @@ from qsync_opt.optimize.joint_incumbent import JointIncumbent
 from qsync_opt.optimize.joint_lagrangian import JointLagrangian, NoPlanError
 from qsync_opt.optimize.joint_program import joint_program, open_domains
 from qsync_opt.optimize.kind import Limits
-from qsync_opt.optimize.knapsack import KnapsackSearch
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.optimize.proof import ROUNDING, KindSolution, Proof
 from qsync_opt.optimize.proposals import BackEnd
@@ -46,10 +46,6 @@ from qsync_opt.optimize.result import SolveParameters, SolveStatus
 
 #: Open choices in the cores that look for better plans.
 _SMALL_CORES = (60, 240)
-
-#: Labels of the knapsack search, one pass after another.
-_WIDTH = 100
-_MERGED_WIDTHS = (300, 500, 1_000)
 
 #: Open choices up to which labels are merged before combinations of bits are listed, not after.
 _NARROW = 220
@@ -298,7 +294,7 @@ class JointSearch:
             except NothingOpenError:
                 return target  # no plan of the node is below it
             if core is not None:
-                widths = _MERGED_WIDTHS if count <= _NARROW else ()
+                widths = MERGED_WIDTHS if count <= _NARROW else ()
                 bound, complete = self._search(core, target, widths)
                 if complete or self._proof.out_of_time():
                     return bound
@@ -306,7 +302,7 @@ class JointSearch:
             if apart is not None:
                 return apart
             if core is not None and count > _NARROW and self._proof.target == target:
-                bound, complete = self._search(core, target, _MERGED_WIDTHS)
+                bound, complete = self._search(core, target, MERGED_WIDTHS)
                 if complete or self._proof.out_of_time():
                     return bound
             if self._proof.target == target:
@@ -319,25 +315,14 @@ class JointSearch:
     ) -> tuple[float, bool]:
         """Search a core: lower bound of its plans and those left out, and whether it ended."""
         began = time.perf_counter()
-
-        def accept(items: IntArray) -> bool:
-            column = core.column_of(items)
-            return self.incumbent.offer(column) or self.incumbent.keeps(column)
-
-        solution = KnapsackSearch(
+        found = search_core(
+            self._proof,
             core.knapsack,
-            prices=core.prices,
-            target=self._proof.target - core.constant,
-            gap=self._proof.gap * max(self._proof.bound, 0.0),
-            width=_WIDTH,
-            merged_widths=merged_widths,
-            stop=self._proof.out_of_time,
-            accept=accept,
-        ).solve()
-        self._proof.count("relaxations", solution.relaxations)
-        self._proof.count("labels", solution.labels)
+            core.constant,
+            core.column_of,
+            core.prices,
+            threshold,
+            merged_widths,
+        )
         self._proof.count("core_s", time.perf_counter() - began)
-        bound = core.constant + solution.bound
-        if math.isfinite(bound):  # infinite where no plan is below the target
-            bound -= ROUNDING * abs(bound)
-        return min(bound, threshold), solution.complete
+        return found

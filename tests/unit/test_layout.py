@@ -110,6 +110,7 @@ LAYERS = (
     ("optimize.lagrangian",),
     ("optimize.core", "optimize.moves"),
     ("optimize.branching", "optimize.proposals", "optimize.proof"),
+    ("optimize.core_labels",),
     ("optimize.cores", "optimize.starts"),
     ("optimize.exact",),
     ("optimize.kind",),
