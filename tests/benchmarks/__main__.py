@@ -17,7 +17,7 @@ from typing import Any
 from qsync_opt.files import write_atomically
 from tests.benchmarks.runner import run_solvers, run_start_up
 from tests.benchmarks.specs import COSTS, DEFAULT_LIMIT_S, GRAPHS, PEERS, SIZES, solver_specs
-from tests.benchmarks.tables import describe_machine, to_markdown
+from tests.benchmarks.tables import describe_machine, to_markdown, without_output
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data: dict[str, Any] = {
         "format": "qsync-opt/benchmark",
         "version": 1,
-        "arguments": shlex.join(words),
+        "arguments": shlex.join(without_output(words)),
         "machine": describe_machine(),
         "start_up": run_start_up(),
         "rows": [],

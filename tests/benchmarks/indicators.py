@@ -31,7 +31,7 @@ from qsync_opt.measure.model_file import further_batches, load_model
 from qsync_opt.measure.sensitivity import METHODS, perturbations
 from qsync_opt.measure.step import Loss, call_model, loss_of, split_batch
 from qsync_opt.precision import Precision
-from tests.benchmarks.tables import describe_machine
+from tests.benchmarks.tables import describe_machine, without_output
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MODELS = Path(__file__).resolve().parents[2] / "models"
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return keep_all(
         [spec for spec in SPECS if spec.model in options.models],
         options.output / options.name,
-        " ".join(words),
+        " ".join(without_output(words)),
         sys.stdout.write,
     )
 

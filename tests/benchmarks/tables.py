@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -151,3 +152,10 @@ def _figure(value: float | None, form: str) -> str:
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]], *, left: Sequence[str]) -> str:
     rule = ["---" if name in left else "--:" for name in head]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *lines])
+
+
+def without_output(words: Sequence[str]) -> list[str]:
+    """What was run, without where its files went."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--output")
+    return parser.parse_known_args(words)[1]

@@ -25,7 +25,13 @@ from tests.benchmarks.specs import (
     not_measured,
     solver_specs,
 )
-from tests.benchmarks.tables import ablation_table, describe_machine, solver_table, to_markdown
+from tests.benchmarks.tables import (
+    ablation_table,
+    describe_machine,
+    solver_table,
+    to_markdown,
+    without_output,
+)
 
 pytestmark = pytest.mark.benchmark
 
@@ -155,3 +161,10 @@ def test_the_module_is_a_command() -> None:
         cwd=Path(__file__).parents[2],
     )
     assert "--limit" in done.stdout
+
+
+def test_where_files_went_is_not_kept() -> None:
+    words = ["--sizes", "54,100", "--peers", "--limit", "6", "--name", "a"]
+    for place in (["--output", "x y"], ["--output=z"]):
+        assert without_output([*words[:2], *place, *words[2:]]) == words
+    assert without_output(words) == words
