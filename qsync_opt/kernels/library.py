@@ -22,7 +22,7 @@ from qsync_opt.kernels.checks import (
     check_product,
     check_scaled,
 )
-from qsync_opt.kernels.native import ELEMENTS, Native, native
+from qsync_opt.kernels.native import ELEMENTS, Native, capability_of, native
 from qsync_opt.kernels.rounding import RandomKey, Rounding
 
 NAMESPACE = "qsync_opt"
@@ -67,7 +67,7 @@ def kernels_for(x: Tensor) -> Native | None:
 
 def _fp8_native(x: Tensor) -> Native | None:
     """The kernels, where the device rounds to fp8 in hardware."""
-    if not x.is_cuda or torch.cuda.get_device_capability(x.device) < products.FP8_CAPABILITY:
+    if not x.is_cuda or capability_of(x.device.index) < products.FP8_CAPABILITY:
         return None
     return kernels_for(x)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qsync_opt.kernels import launch, reference
-from qsync_opt.kernels.native import Native
+from qsync_opt.kernels.native import Native, capability_of
 from qsync_opt.kernels.registry import Key, Run, registry_of, round_size
 
 BF16 = torch.bfloat16
@@ -148,25 +148,25 @@ def fp8_matmul(
     rounded to a 16-bit output first.
     """
     (rows, depth), columns = a.shape, b.shape[0]
-    usable = torch.cuda.get_device_capability(a.device) >= FP8_CAPABILITY
+    usable = capability_of(a.device.index) >= FP8_CAPABILITY
     usable &= torch.float8_e4m3fn in (a.dtype, b.dtype)  # e5m2 by e5m2 does not exist
     if not usable or 0 in (rows, columns, depth):
         return reference.fp8_matmul(a, b, a_scale, b_scale, bias, out_dtype)
     a, b = _pad16(a), _pad16(b, rows_too=True)
     if a_scale.numel() == 1 and b_scale.numel() == 1:
         scales = a_scale.reshape(()), b_scale.reshape(())
-        inside = bias if out_dtype is not torch.float32 else None
-        if inside is not None:
-            inside = functional.pad(inside.to(out_dtype), (0, b.shape[0] - columns))
+        inside = None
+        if bias is not None and out_dtype is not torch.float32:
+            inside = _padded(bias.to(out_dtype), b.shape[0])
         out = torch._scaled_mm(a, b.t(), *scales, bias=inside, out_dtype=out_dtype)
         out = out if out.shape[1] == columns else out[:, :columns].contiguous()
         return out if bias is None or inside is not None else out + bias.to(torch.float32)
     if out_dtype is BF16 and a.dtype is b.dtype:  # e4m3 twice: the library takes a scale a row
         rows_scale = a_scale.expand(rows, 1).contiguous()
-        columns_scale = functional.pad(b_scale.expand(columns, 1), (0, 0, 0, b.shape[0] - columns))
-        inside = None if bias is None else functional.pad(bias.to(BF16), (0, b.shape[0] - columns))
+        columns_scale = _padded(b_scale.expand(columns, 1).reshape(columns), b.shape[0])
+        inside = None if bias is None else _padded(bias.to(BF16), b.shape[0])
         out = torch._scaled_mm(
-            a, b.t(), rows_scale, columns_scale.t(), bias=inside, out_dtype=out_dtype
+            a, b.t(), rows_scale, columns_scale.view(1, -1), bias=inside, out_dtype=out_dtype
         )
         return out if out.shape[1] == columns else out[:, :columns].contiguous()
     one = torch.ones((), dtype=torch.float32, device=a.device)
@@ -209,7 +209,7 @@ def _run(
 
 
 def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == HOPPER
+    return capability_of(device.index) == HOPPER
 
 
 def _fits(
@@ -261,6 +261,12 @@ def _unfolded(
         results.append(int8_matmul(native, part, flat[own], x_scale, scale, shift, out_dtype))
     out = results[0] if groups == 1 else torch.cat(results, dim=1)
     return out.view(x.shape[0], height, width, filters).permute(0, 3, 1, 2)
+
+
+def _padded(values: Tensor, count: int) -> Tensor:
+    """With zeros at the end up to `count`; padding by nothing would copy."""
+    missing = count - values.shape[0]
+    return functional.pad(values, (0, missing)) if missing else values
 
 
 def _pad16(matrix: Tensor, *, rows_too: bool = False) -> Tensor:

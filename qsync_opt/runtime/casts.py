@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from qsync_opt.errors import ParameterError
+from qsync_opt.kernels.native import capability_of, stream_of
 from qsync_opt.precision import Precision
 
 #: Dtypes that a precision-aware operator reads.
@@ -36,8 +37,9 @@ _FIRST_BF16_CAPABILITY = (8, 0)
 def half_dtype(device: torch.device) -> torch.dtype:
     """The 16-bit float beside 8-bit products: bf16, or fp16 on GPUs without bf16."""
     if device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-        return torch.bfloat16 if capability >= _FIRST_BF16_CAPABILITY else torch.float16
+        index = torch.cuda.current_device() if device.index is None else device.index
+        has_bf16 = capability_of(index) >= _FIRST_BF16_CAPABILITY
+        return torch.bfloat16 if has_bf16 else torch.float16
     return torch.bfloat16
 
 
@@ -109,7 +111,7 @@ class CastCache:
         """
         if torch.compiler.is_compiling() or x.is_inference():
             return make()
-        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+        stream = stream_of(x.device.index) if x.is_cuda else 0
         place = (id(x), stream, key)
         entry = self._entries.get(place)
         found = entry.find(x) if entry is not None else None

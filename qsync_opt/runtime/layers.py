@@ -75,7 +75,7 @@ class Layer(Patched):
         """As the class that it takes over, at the precision of the plan."""
         settings = self._qsync_state
         session = settings.session
-        if not session.tells_calls_apart:
+        if not session.tells_calls_apart or session.scope.owner is None:
             return session.run(self._run, input, settings)
         with Within(session.scope, None):
             return session.run(self._run, input, settings)
@@ -163,8 +163,12 @@ class Fixed(Patched):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the class that it takes over."""
         wide, named = cast_floats((args, kwargs), torch.float32)
-        with Within(self._qsync_state.scope, None):
-            return super().forward(*wide, **named)  # type: ignore[misc]
+        run = super().forward  # type: ignore[misc]
+        scope = self._qsync_state.scope
+        if scope.owner is None:
+            return run(*wide, **named)
+        with Within(scope, None):
+            return run(*wide, **named)
 
 
 class Bystander(Patched):
@@ -174,8 +178,12 @@ class Bystander(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the class that it takes over."""
-        with Within(self._qsync_state.scope, None):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        run = super().forward  # type: ignore[misc]
+        scope = self._qsync_state.scope
+        if scope.owner is None:
+            return run(*args, **kwargs)
+        with Within(scope, None):
+            return run(*args, **kwargs)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -92,7 +92,8 @@ class Within:
     """A context in which calls belong to `owner`; None: to nobody whose calls are told apart.
 
     The mode of the owner before is taken off meanwhile: it would cost the host some
-    microseconds for every function and attribute that modules inside make use of.
+    microseconds for every function and attribute that modules inside make use of. Where nobody
+    owns the calls already, `Within(scope, None)` does nothing, and callers may leave it out.
     """
 
     def __init__(self, scope: Scope, owner: object) -> None:

@@ -23,6 +23,7 @@ from qsync_opt.measure.measuring import TrainedModel
 from qsync_opt.measure.step import split_batch
 from qsync_opt.measure.uniform import (
     OPTIMIZERS,
+    Step,
     converted,
     run_loss,
     step_of,
@@ -43,6 +44,9 @@ GREEDY_SLACKS = (0.1, 0.3, 0.5)
 
 #: Steps before those that count.
 WARM_UP = 3
+
+#: Steps whose launching is timed.
+_HOST_STEPS = 9
 
 #: Random plans drawn for each that is wanted: small models have few, and each counts once.
 _TRIES = 20
@@ -154,6 +158,32 @@ def adjustable(graph: OperatorGraph, plan: PrecisionPlan, kind: str) -> Plan:
     return {graph.operators[i].name: row[graph.operators[i].name] for i in graph.adjustable}
 
 
+def host_of(step: Step) -> float:
+    """Seconds in which a host launches a step.
+
+    A GPU that is made to wait takes no more than some thousand launches, so it is not here.
+    """
+    return statistics.median(step()[2] for _ in range(_HOST_STEPS))
+
+
+def with_hosts_of_today(
+    graph: OperatorGraph, trained: TrainedModel, costs: DeviceCosts, clock: Clock
+) -> DeviceCosts:
+    """Costs of a GPU that were measured before, with launch times of the host at hand.
+
+    The same GPU beside another host launches otherwise, and one host of a shared machine
+    launches 20 to 40 % slower at one hour than at another.
+    """
+    steps = []
+    for row in costs.steps:
+        plan = uniform_plan(graph, row.precision, available_precisions(clock.device))
+        with converted(trained.model, graph, plan):
+            step = step_of(trained.model, trained.batch, trained.loss, clock)
+            warmed_up(step)
+            steps.append(replace(row, host_s=host_of(step)))
+    return replace(costs, steps=tuple(steps))
+
+
 class Runner:
     """Runs steps of one model at plans, alone or as a rank of DDP.
 
@@ -213,9 +243,10 @@ class Runner:
         end = time.perf_counter() + self._seconds / 4
         while len(rows) < 3 or time.perf_counter() < end:
             rows.append(step(ahead_s))
-        forward_s, backward_s, _ = (statistics.median(c) for c in zip(*rows, strict=True))
-        # Launched while the device was made to wait, so nothing else held the host up.
-        return forward_s, backward_s, statistics.median(row[2] for row in rows)
+        forward_s, backward_s, host_s = (statistics.median(c) for c in zip(*rows, strict=True))
+        if self._is_cuda:
+            host_s = host_of(step)
+        return forward_s, backward_s, host_s
 
     def _turns(self, model: nn.Module) -> list[float]:
         """Seconds a step: on a GPU of several in a row, on a CPU of each."""

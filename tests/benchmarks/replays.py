@@ -5,8 +5,10 @@ greedy, exact at several slacks, random mixed) is predicted from them by `replay
 is trained with for some steps, unprofiled. Started by torchrun, every rank is a device kind of
 its own, measured at the same time as the others, and the steps are DDP's. `--shares 100,25` gives
 each rank its part of a GPU through NVIDIA's MPS, whose daemon must run; ranks that outnumber the
-GPUs share them, and reduce by gloo. Kept in `results/` are the error of every plan, the term that
-is off by most, and the machine. Where no solver is installed more plans are random.
+GPUs share them, and reduce by gloo. `--measured` takes what `problems/` holds for a GPU, and
+times no more than how this host launches whole steps. Kept in `results/` are the error of every
+plan, the term that is off by most, and the machine. Where no solver is installed more plans are
+random.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from tests.benchmarks.replay_runs import (
     gathered,
     held_out_plans,
     random_table,
+    with_hosts_of_today,
 )
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -145,7 +148,8 @@ def _one_model(text: str, device: torch.device, options: argparse.Namespace) -> 
     if options.measured is not None:
         kept = next(row for row in KEPT if row.file == path)
         graph = load_graph(FOLDER / kept.graph)
-        own = load_costs(FOLDER / kept.costs(options.measured))
+        before = load_costs(FOLDER / kept.costs(options.measured))
+        own = with_hosts_of_today(graph, trained, before, clock)
     else:
         graph = capture(trained.model, trained.batch, loss, source=path, sizes=sizes)
         own = measure(
