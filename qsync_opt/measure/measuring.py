@@ -268,6 +268,10 @@ class _Measurement:
             try:
                 with converted(trained.model, self._graph, plan):
                     rows.append(measure_step(step, precision, self._device))
+                lost = _not_finite(trained.model)
+                if lost is not None:
+                    reason = f"the gradient of {lost} is not finite in a step of it throughout"
+                    self._warnings.append(f"{precision}: {reason}")
             except torch.OutOfMemoryError as error:
                 reason = f"a whole step runs out of memory: {str(error).splitlines()[0]}"
                 self._warnings.append(f"{precision}: {reason}")
@@ -318,3 +322,11 @@ def _columns(
 
 def _optimizer_list(costs: OptimizerCosts) -> list[float]:
     return [costs.step_s, costs.spread, float(costs.state_bytes), costs.host_s]
+
+
+def _not_finite(model: nn.Module) -> str | None:
+    """The first parameter whose gradient has an infinity or a NaN; None where all are numbers."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            return name
+    return None

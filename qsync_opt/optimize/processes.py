@@ -63,9 +63,15 @@ class WorkerFailure(RuntimeError):  # noqa: N818  # a bug in a worker, with its 
 
 
 def can_fork() -> bool:
-    """Whether a child would miss nothing: Linux, and no other thread of Python."""
+    """Whether a child would miss nothing: Linux, no other thread of Python, no GPU in use.
+
+    A process that uses CUDA must not fork: pages that its device reads and writes are shared
+    with the child until somebody writes to them, and then are no longer the same.
+    """
+    torch = sys.modules.get("torch")
     return (
         sys.platform == "linux"
+        and not (torch is not None and torch.cuda.is_initialized())
         and "fork" in multiprocessing.get_all_start_methods()
         and threading.active_count() == 1
         and multiprocessing.current_process().name == "MainProcess"

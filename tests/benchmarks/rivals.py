@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import statistics
 import sys
@@ -305,6 +306,12 @@ def _turn(
             "samples": rows[-1].samples,
             "loss": rows[-1].loss,
         }
+        skipped = sum(row.skipped for row in result.metrics)
+        if not math.isfinite(rows[-1].loss):
+            mine["failure"] = (
+                f"the loss of rank {ranks.rank} is not finite after {options.steps} steps,"
+                f" {skipped} of them skipped"
+            )
     except QsyncError as error:
         mine["failure"] = str(error)
     told = [json.loads(raw) for raw in ranks.gather_bytes(json.dumps(mine).encode())]

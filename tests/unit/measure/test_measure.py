@@ -202,6 +202,24 @@ def test_a_busy_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "50%" in warning
 
 
+def test_a_precision_that_overflows_is_told() -> None:
+    """3.4e38 is a number in fp32 and infinite in bf16."""
+    model = nn.Sequential(nn.Linear(1, 1))
+    batch = (torch.full((2, 1), 3.4e38), torch.zeros(2))
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        return (out[:, 0] * 1e-38 - target).sum()
+
+    costs = measure(
+        capture(model, batch, loss, least_coverage=0.0),
+        trained=TrainedModel(model=model, batch=batch, loss=loss),
+        clock=quick_clock(),
+        precisions=[Precision.FP32, Precision.BF16],
+    )
+    told = [warning for warning in costs.warnings if "not finite" in warning]
+    assert told == ["bf16: the gradient of 0.weight is not finite in a step of it throughout"]
+
+
 def test_options_are_checked() -> None:
     graph = capture_chain()
     with pytest.raises(ParameterError, match=r"precisions.*fp32, bf16, int8"):

@@ -10,6 +10,7 @@ import pytest
 
 PRELUDE = """
 import json, os, signal, sys, threading, time
+from types import SimpleNamespace
 from qsync_opt.optimize.processes import ForkedWorkers, WorkerFailure, can_fork
 
 class Worker:
@@ -116,6 +117,17 @@ threading.Thread(target=done.wait).start()
 crowded = can_fork()
 done.set()
 show([alone, crowded])
+""")
+    assert shown == [sys.platform == "linux", False]
+
+
+def test_a_process_that_uses_a_gpu_is_not_forked() -> None:
+    shown = run("""
+sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: used))
+found = []
+for used in (False, True):
+    found.append(can_fork())
+show(found)
 """)
     assert shown == [sys.platform == "linux", False]
 
