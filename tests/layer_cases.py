@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from qsync_opt.kernels import host_library
 from qsync_opt.precision import Precision
+from qsync_opt.runtime import operators
+from qsync_opt.runtime.convert import convert
 
 EIGHT_BITS = (Precision.INT8, Precision.FP8)
 
@@ -72,3 +77,24 @@ CASES: list[Case] = [
     ("three channels", lambda: nn.Conv2d(3, 8, 7, stride=2, padding=3), (1, 3, 17, 17)),
     ("one image", lambda: nn.Conv2d(5, 7, 3), (5, 9, 8)),
 ]
+
+
+class Pair:
+    """A converted layer twice: one that runs compiled, and one in Python."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        monkeypatch: pytest.MonkeyPatch,
+        precision: Precision = Precision.BF16,
+    ) -> None:
+        self._monkeypatch = monkeypatch
+        self._models = [nn.Sequential(layer), nn.Sequential(copy.deepcopy(layer))]
+        for model in self._models:
+            convert(model, {"0": precision}, emulate=True)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        found = host_library.compiled_layers()
+        for model, how in zip(self._models, (found, None), strict=True):
+            self._monkeypatch.setattr(operators, "compiled_layers", lambda how=how: how)
+            yield model

@@ -1,8 +1,9 @@
-"""Compiles `cuda/` for one GPU architecture and keeps the result.
+"""Compiles `cuda/`: kernels for a GPU architecture, layers for the torch at hand; keeps both.
 
-On first use of a kernel, or ahead of time: `python -m qsync_opt.kernels.build [90a ...]`.
-The sources include no torch headers, so nvcc alone builds them in well under a minute on a
-desktop's cores, and the library fits any torch.
+On first use, or ahead of time: `python -m qsync_opt.kernels.build [90a ...]`. Kernels include
+no torch headers, so nvcc alone builds them in well under a minute on a desktop's cores, and
+they fit any torch. Layers are torch operators: a C++ compiler builds them in a quarter of a
+minute, once for a release of torch.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +31,9 @@ from qsync_opt.errors import KernelError, ParameterError
 
 #: No contraction: products and sums round one by one, as in the plain torch reference.
 FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+
+#: Of the layers, which are torch operators.
+LAYER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 
 #: Least compute capability with the 8-bit matrix instructions that the products use.
 LEAST_CAPABILITY = (7, 5)
@@ -39,6 +45,8 @@ CACHE_VARIABLE = "QSYNC_OPT_CACHE"
 _INSTALLED = "share/qsync_opt/cuda"
 
 _LIBRARY = "libqsync_kernels.so"
+_LAYERS = "layers.cpp"
+_NEWER = "Is the CUDA toolkit new enough for this GPU?"
 _log = logging.getLogger(__name__)
 
 
@@ -120,12 +128,69 @@ def build(architecture: str) -> Path:
     if compiler is None:
         remedy = "Install the CUDA toolkit, or set CUDA_HOME."
         raise KernelError("library", "no nvcc was found", remedy)
+    what = f"the CUDA kernels for sm_{architecture}"
+    return keep(target, what, functools.partial(_compile, compiler, architecture))
+
+
+def build_layers() -> Path:
+    """The library of layers for the torch at hand, compiled if it is not kept already.
+
+    Raises:
+        KernelError: there is no compiler, it failed, or the library cannot be kept.
+    """
+    source = sources_folder() / _LAYERS
+    headers = Path(torch.__file__).parent / "include"
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    flags = [*LAYER_FLAGS, abi]
+    for place in (headers, headers / "torch" / "csrc" / "api" / "include"):
+        flags += ["-isystem", str(place)]
+    facts = (torch.__version__, platform.machine(), *flags)
+    digest = hashlib.sha256("\0".join(facts).encode() + source.read_bytes()).hexdigest()
+    target = cache_folder() / f"host-{digest[:16]}" / "libqsync_layers.so"
+    if target.is_file():
+        return target
+    compiler = find_host_compiler()
+    if compiler is None:
+        remedy = "Install one (g++ or clang++), or name it in CXX."
+        raise KernelError("layers", "no C++ compiler was found", remedy)
+    libraries = [f"-L{headers.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+
+    def compile_to(path: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            remedy = "Is the compiler new enough for this torch? CXX names another."
+            run_compiler(
+                [compiler, *flags, str(source), *libraries, "-o", str(made)], _LAYERS, remedy
+            )
+            os.replace(made, path)
+
+    return keep(target, "the layers for this torch", compile_to)
+
+
+def find_host_compiler() -> str | None:
+    """The C++ compiler that CXX names, or the first of the usual ones."""
+    named = os.environ.get("CXX")
+    names = [named] if named else ["c++", "g++", "clang++"]
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def keep(target: Path, what: str, compile_to: Callable[[Path], None]) -> Path:
+    """Compile a library into the cache folder, unless another process does so first.
+
+    Args:
+        target: where it will be; returned.
+        what: it is, for the log.
+        compile_to: writes it there.
+
+    Raises:
+        KernelError: the library cannot be kept.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent / "lock"):
             if not target.is_file():
-                _log.info("compiling the CUDA kernels for sm_%s ...", architecture)
-                _compile(compiler, architecture, target)
+                _log.info("compiling %s ...", what)
+                compile_to(target)
                 _log.info("built %s", target)
     except OSError as error:
         reason = f"{error.filename or target.parent}: {error.strerror}"
@@ -140,27 +205,39 @@ def _compile(compiler: Path, architecture: str, target: Path) -> None:
 
         def compile_one(source: Path) -> Path:
             output = Path(folder) / f"{source.stem}.o"
-            _run([str(compiler), *FLAGS, code, "-c", "-o", str(output), str(source)], source.name)
+            command = [str(compiler), *FLAGS, code, "-c", "-o", str(output), str(source)]
+            run_compiler(command, source.name, _NEWER)
             return output
 
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
             objects = list(pool.map(compile_one, sources(architecture)))
         linked = Path(folder) / _LIBRARY
-        _run([str(compiler), "-shared", code, "-o", str(linked), *map(str, objects)], _LIBRARY)
+        command = [str(compiler), "-shared", code, "-o", str(linked), *map(str, objects)]
+        run_compiler(command, _LIBRARY, _NEWER)
         os.replace(linked, target)
 
 
-def _run(command: Sequence[str], what: str) -> None:
+def run_compiler(command: Sequence[str], what: str, remedy: str) -> None:
+    """Run a compiler.
+
+    Args:
+        command: of it.
+        what: it compiles, for the error.
+        remedy: what to do where it fails.
+
+    Raises:
+        KernelError: it cannot be run, or it failed; with its first error.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         reason = f"{command[0]} cannot be run: {error.strerror}"
-        raise KernelError(what, reason, "Install the CUDA toolkit again.") from error
+        raise KernelError(what, reason, "Install the compiler again.") from error
     if done.returncode:
         lines = (done.stderr + done.stdout).strip().splitlines()
         errors = [line for line in lines if "error" in line] or lines
-        reason = errors[0] if errors else f"nvcc ended with code {done.returncode}"
-        raise KernelError(what, reason, "Is the CUDA toolkit new enough for this GPU?")
+        reason = errors[0] if errors else f"{command[0]} ended with code {done.returncode}"
+        raise KernelError(what, reason, remedy)
 
 
 @contextlib.contextmanager
@@ -176,17 +253,15 @@ def _architectures_here() -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build ahead of time; returns the exit code."""
+    """Build kernels and layers ahead of time; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m qsync_opt.kernels.build", description=__doc__)
     parser.add_argument("architectures", nargs="*", help="for example 80 90a; default: GPUs here")
-    wanted = parser.parse_args(argv).architectures or _architectures_here()
+    named = parser.parse_args(argv).architectures
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if not wanted:
-        _log.info("no GPU here: name the architectures to build for, for example 80 90a")
-        return 2
     try:
-        for architecture in wanted:
+        for architecture in named or _architectures_here():
             _log.info("%s", build(architecture))
+        _log.info("%s", build_layers())
     except (KernelError, ParameterError) as error:
         _log.info("%s", error)
         return 2

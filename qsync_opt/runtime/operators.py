@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qsync_opt.kernels import library as kernels
+from qsync_opt.kernels.host_library import CompiledLayers, compiled_layers
 from qsync_opt.precision import Precision
 from qsync_opt.runtime.batched import CodedMatmul
 from qsync_opt.runtime.casts import compute_dtype, half_dtype, require_input
@@ -26,6 +27,9 @@ from qsync_opt.runtime.products import INPUT, FloatLinear, Fp8Linear, Int8Linear
 from qsync_opt.runtime.session import OperatorSettings
 
 _NO_PADDING = (0, 0)
+
+#: Whether a transform of torch.func runs; torch's own functions ask in this way.
+_transforms_are_active: Any = torch._C._are_functorch_transforms_active
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, settings: OperatorSettings) -> Tensor:
@@ -60,8 +64,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, settings: OperatorSet
         return _apply(Fp8Linear, x, weight, bias, *parts, half, settings.draw())
     if _is_plain(x, precision, MATMUL):
         return functional.linear(x, weight, bias)
-    is_tf32 = precision is Precision.TF32
-    return _apply(FloatLinear, x, weight, bias, _float_cast(x, settings), is_tf32)
+    cast = _float_cast(x, settings)
+    compiled = _compiled_for(x if cast is None else cast, precision, MATMUL)
+    if compiled is not None:
+        return compiled.linear(x, weight, bias, cast)  # type: ignore[no-any-return]
+    return _apply(FloatLinear, x, weight, bias, cast, precision is Precision.TF32)
 
 
 def conv2d(
@@ -108,8 +115,11 @@ def conv2d(
     # Where a size is 1, torch's weight gradient has other strides than the weight.
     if 1 not in weight.shape and _is_plain(x, precision, CONVOLUTION):
         return functional.conv2d(x, weight, bias, *window)
-    is_tf32 = precision is Precision.TF32
-    return _apply(FloatConv2d, x, weight, bias, _float_cast(x, settings), window, is_tf32)
+    cast = _float_cast(x, settings)
+    compiled = _compiled_for(x if cast is None else cast, precision, CONVOLUTION)
+    if compiled is not None:
+        return compiled.conv2d(x, weight, bias, cast, *window)  # type: ignore[no-any-return]
+    return _apply(FloatConv2d, x, weight, bias, cast, window, precision is Precision.TF32)
 
 
 def matmul(a: Tensor, b: Tensor, settings: OperatorSettings) -> Tensor:
@@ -175,15 +185,37 @@ def _float_cast(x: Tensor, settings: OperatorSettings) -> Tensor | None:
     return cast  # type: ignore[no-any-return]
 
 
-def _is_plain(x: Tensor, precision: Precision, product: str) -> bool:
-    """Whether torch's own function does the same, for a third of the host's time.
+def _compiled_for(operand: Tensor, precision: Precision, product: str) -> CompiledLayers | None:
+    """What runs a layer without Python, where that can.
+
+    The compiler and the transforms of `torch.func` look into functions, so they get those in
+    Python. Nothing there sets flags of the process or emulates a precision.
+    """
+    if torch.compiler.is_compiling() or _transforms_are_active():
+        return None
+    if operand.dtype is torch.float32 and not _flags_are_set(operand, precision, product):
+        return None
+    if operand.dtype is torch.float16 and operand.device.type == "cpu":
+        return None
+    return compiled_layers()
+
+
+def _flags_are_set(x: Tensor, precision: Precision, product: str) -> bool:
+    """Whether fp32 operands are multiplied at the precision as things stand.
 
     The flags of the process must then stay as they are until the backward.
     """
+    is_tf32 = precision is Precision.TF32
+    if is_tf32 and not x.is_cuda:
+        return False
+    return not needs_flags(x.device.type, is_tf32, product)
+
+
+def _is_plain(x: Tensor, precision: Precision, product: str) -> bool:
+    """Whether torch's own function does the same, for a third of the host's time."""
     if x.dtype is not torch.float32 or precision not in (Precision.FP32, Precision.TF32):
         return False
-    is_tf32 = precision is Precision.TF32
-    if (is_tf32 and not x.is_cuda) or needs_flags(x.device.type, is_tf32, product):
+    if not _flags_are_set(x, precision, product):
         return False
     return x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type)
 

@@ -22,7 +22,7 @@ from qsync_opt.precision import Precision
 from qsync_opt.runtime.availability import available_precisions
 from qsync_opt.runtime.convert import convert
 from qsync_opt.runtime.layers import STATE
-from tests.layer_cases import CASES, Case, floors, randn
+from tests.layer_cases import CASES, Case, Pair, floors, randn
 from tests.low_precision import (
     Attention,
     TinyGpt,
@@ -116,6 +116,32 @@ def test_noise_stays_under_its_floor(
     assert all(value >= floor for value, floor in found.values()), found
     if precision is Precision.TF32 and case[0] in ("large", "channels"):
         assert max(value for value, _ in found.values()) < floors(Precision.FP32)[0], found
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16, Precision.TF32])
+def test_layers_in_cpp_give_the_same_as_those_in_python(
+    precision: Precision,
+    case: Case,
+    layout: torch.memory_format,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(1)
+    told = []
+    for model in Pair(case[1]().to(device), monkeypatch, precision):
+        x = randn(*case[2]).to(device, torch.bfloat16)
+        if x.dim() == 4:
+            x = x.contiguous(memory_format=layout)
+        out = model(x.requires_grad_())
+        out.backward(randn(*out.shape, seed=2).to(out))
+        told.append((out, x.grad, *(p.grad for p in model.parameters())))
+    for found, expected in zip(*told, strict=True):
+        assert found is not None
+        assert expected is not None
+        assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("tf32", [False, True])

@@ -33,7 +33,13 @@ LAYERS = (
     ("files",),
     # kernels
     ("kernels.rounding", "kernels.build"),
-    ("kernels.checks", "kernels.reference", "kernels.registry", "kernels.native"),
+    (
+        "kernels.checks",
+        "kernels.reference",
+        "kernels.registry",
+        "kernels.native",
+        "kernels.host_library",
+    ),
     ("kernels.bucket_reference",),
     ("kernels.launch",),
     ("kernels.products", "kernels.bucket_launch"),

@@ -123,7 +123,7 @@ def test_sources_are_found_where_a_wheel_puts_them(
 ) -> None:
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     ((place, patterns),) = re.findall(r'^"(share/.*)" = \[(.*)\]', project, re.MULTILINE)
-    assert patterns == '"cuda/*.cu", "cuda/*.cuh"'
+    assert patterns == '"cuda/*.cu", "cuda/*.cuh", "cuda/*.cpp"'
     site, prefix = tmp_path / "site", tmp_path / "prefix"
     monkeypatch.setattr(build, "__file__", str(site / "qsync_opt" / "kernels" / "build.py"))
     monkeypatch.setattr(sysconfig, "get_path", {"data": str(prefix)}.__getitem__)
