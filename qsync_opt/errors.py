@@ -30,6 +30,9 @@ class FieldError(QsyncError, ValueError):
         rule: the rule, for example `must be finite and >= 0`.
         value: the value found.
         remedy: what to do next; may be empty.
+
+    Attributes:
+        file: that holds the field; empty where it comes from no file.
     """
 
     def __init__(self, field: str, rule: str, value: object, remedy: str = "") -> None:
@@ -37,8 +40,13 @@ class FieldError(QsyncError, ValueError):
         self.rule = rule
         self.value = value
         self.remedy = remedy
+        self.file = ""
         message = f"{field}: {rule}, got {_shorten(value)}"
         super().__init__(f"{message}. {remedy}" if remedy else message)
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return f"{self.file}: {message}" if self.file else message
 
 
 class ProblemError(FieldError):

@@ -13,13 +13,14 @@ import os
 import secrets
 import stat
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from qsync_opt.conversion import from_plan, from_problem, to_plan, to_problem
 from qsync_opt.costs import DeviceCosts
 from qsync_opt.costs_conversion import from_costs, to_costs
 from qsync_opt.costs_schema import CostsDocument
-from qsync_opt.errors import FormatError
+from qsync_opt.errors import FieldError, FormatError
 from qsync_opt.graph import OperatorGraph
 from qsync_opt.graph_conversion import from_graph, to_graph
 from qsync_opt.graph_schema import GraphDocument
@@ -48,7 +49,7 @@ def load_problem(path: str | os.PathLike[str]) -> AllocationProblem:
         FormatError: the file is not of the format.
         ProblemError: the problem in it breaks a rule.
     """
-    with collector_paused():
+    with collector_paused(), _naming(path):
         return to_problem(load_document(path, ProblemDocument))
 
 
@@ -69,7 +70,8 @@ def load_plan(path: str | os.PathLike[str]) -> PrecisionPlan:
         FormatError: the file is not of the format.
         PlanError: a precision that is not one, or bits that no bucket can have.
     """
-    return to_plan(load_document(path, PlanDocument))
+    with _naming(path):
+        return to_plan(load_document(path, PlanDocument))
 
 
 def save_plan(plan: PrecisionPlan, path: str | os.PathLike[str]) -> None:
@@ -88,7 +90,7 @@ def load_graph(path: str | os.PathLike[str]) -> OperatorGraph:
         FormatError: the file is not of the format.
         GraphError: the graph in it breaks a rule.
     """
-    with collector_paused():
+    with collector_paused(), _naming(path):
         return to_graph(load_document(path, GraphDocument))
 
 
@@ -109,7 +111,8 @@ def load_perturbations(path: str | os.PathLike[str]) -> PerturbationTable:
         FormatError: the file is not of the format.
         ParameterError: the table in it breaks a rule.
     """
-    return to_perturbations(load_document(path, PerturbationDocument))
+    with _naming(path):
+        return to_perturbations(load_document(path, PerturbationDocument))
 
 
 def save_perturbations(table: PerturbationTable, path: str | os.PathLike[str]) -> None:
@@ -128,7 +131,8 @@ def load_costs(path: str | os.PathLike[str]) -> DeviceCosts:
         FormatError: the file is not of the format.
         CostsError: the tables in it do not fit together.
     """
-    return to_costs(load_document(path, CostsDocument))
+    with _naming(path):
+        return to_costs(load_document(path, CostsDocument))
 
 
 def save_costs(costs: DeviceCosts, path: str | os.PathLike[str]) -> None:
@@ -224,6 +228,17 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
         raise FormatError(
             _name(path), "must be a path that can be written", _reason(error)
         ) from error
+
+
+@contextlib.contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let errors of fields say in which file the field stands."""
+    try:
+        yield
+    except FieldError as error:
+        if not error.file and error.field != _name(path):
+            error.file = _name(path)
+        raise
 
 
 def _name(path: object) -> str:

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from qsync_opt import files
-from qsync_opt.errors import FormatError, PlanError
+from qsync_opt.errors import FieldError, FormatError, PlanError
 from qsync_opt.files import (
+    load_costs,
+    load_graph,
+    load_perturbations,
     load_plan,
     load_problem,
     read_bytes,
@@ -130,6 +133,29 @@ def test_plan_with_an_unknown_precision_is_refused(tmp_path: Path) -> None:
     data["devices"] = {"weak": {"fc": None}}
     with pytest.raises(FormatError, match="devices.weak.fc: must be a string, got None"):
         load_plan(written(tmp_path, text_of(data)))
+
+
+@pytest.mark.parametrize(
+    ("load", "changes"),
+    [
+        (load_problem, {"nothing": 1}),
+        (load_problem, {"version": 99}),
+        (load_problem, {"slack": -1.0, "deadline_s": None}),
+        (load_plan, {}),
+        (load_graph, {}),
+        (load_costs, {}),
+        (load_perturbations, {}),
+    ],
+)
+def test_errors_say_in_which_file_the_field_stands_once(
+    load: Callable[[Path], object], changes: dict[str, object], tmp_path: Path
+) -> None:
+    """Commands are given several files; what is wrong is in one of them."""
+    path = written(tmp_path, text_of({**tiny_json(), **changes}), "odd.json")
+    with pytest.raises(FieldError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).count(str(path)) == 1
 
 
 # Paths.

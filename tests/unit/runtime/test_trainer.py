@@ -173,6 +173,11 @@ def test_a_kind_that_the_plan_lacks_is_refused() -> None:
         fit(make_model(), 2, plan=plan)
 
 
+def test_traces_are_json() -> None:
+    with pytest.raises(ParameterError, match=r"trace: must end in .json or .json.gz"):
+        TrainParameters(steps=1, trace=Path("trace.txt"))
+
+
 @pytest.mark.parametrize(
     ("shares", "words"), [({"strong": 1.0}, "weak"), ({"weak": 0.5}, "must sum to 1")]
 )
