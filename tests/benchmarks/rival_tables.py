@@ -43,6 +43,7 @@ def to_row(
         "samples": last["samples"],
         "wait": last["wait"],
         "loss": last["loss"],
+        "skipped": last["skipped"],
     }
 
 
@@ -70,8 +71,8 @@ def to_markdown(data: Mapping[str, Any]) -> str:
         lines += [
             "",
             "| method | step ms | predicted ms | spread | samples/s | of fastest uniform |"
-            " perturbation | last loss | peak GiB by rank | waiting by rank | samples by rank |",
-            "|---|--:|--:|--:|--:|--:|--:|--:|---|---|---|",
+            " perturbation | last loss | skipped steps | peak GiB by rank | waiting by rank | samples by rank |",
+            "|---|--:|--:|--:|--:|--:|--:|--:|--:|---|---|---|",
         ]
         lines += [_line(row, best) for row in rows]
     return "\n".join(lines) + "\n"
@@ -85,7 +86,7 @@ def _line(row: Mapping[str, Any], best: float | None) -> str:
     told = row["perturbation"]
     perturbation = "-" if told is None else f"{told:.4g}"
     if row["failure"] is not None:
-        cells = [row["method"], f"failed: {row['failure']}", *[""] * 4, perturbation, *[""] * 4]
+        cells = [row["method"], f"failed: {row['failure']}", *[""] * 4, perturbation, *[""] * 5]
         return "| " + " | ".join(cells) + " |"
     predicted = row["predicted_s"]
     memory = [size for size in row["memory_bytes"] if size is not None]
@@ -97,7 +98,8 @@ def _line(row: Mapping[str, Any], best: float | None) -> str:
         f"{row['samples_per_s']:.1f}",
         "-" if best is None else f"{row['samples_per_s'] / best:.1%}",
         perturbation,
-        f"{row['loss']:.4g}",
+        "not finite" if row["loss"] is None else f"{row['loss']:.4g}",
+        str(row.get("skipped", "")),
         ", ".join(f"{size / 2**30:.2f}" for size in memory) or "-",
         ", ".join(f"{share:.0%}" for share in row["wait"]),
         ", ".join(map(str, row["samples"])),

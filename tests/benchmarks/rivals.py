@@ -304,14 +304,9 @@ def _turn(
             "wait": sum(row.wait_s for row in rows) / sum(row.step_s for row in rows),
             "memory_bytes": rows[-1].memory_bytes if is_cuda else None,
             "samples": rows[-1].samples,
-            "loss": rows[-1].loss,
+            "loss": rows[-1].loss if math.isfinite(rows[-1].loss) else None,
+            "skipped": sum(row.skipped for row in result.metrics),
         }
-        skipped = sum(row.skipped for row in result.metrics)
-        if not math.isfinite(rows[-1].loss):
-            mine["failure"] = (
-                f"the loss of rank {ranks.rank} is not finite after {options.steps} steps,"
-                f" {skipped} of them skipped"
-            )
     except QsyncError as error:
         mine["failure"] = str(error)
     told = [json.loads(raw) for raw in ranks.gather_bytes(json.dumps(mine).encode())]
@@ -324,9 +319,17 @@ def _turn(
         "wait": [row["wait"] for row in told],
         "memory_bytes": [row["memory_bytes"] for row in told],
         "samples": [row["samples"] for row in told],
-        "loss": sum(row["loss"] * row["samples"] for row in told)
-        / sum(row["samples"] for row in told),
+        "loss": _mean_loss(told),
+        "skipped": max(row["skipped"] for row in told),
     }
+
+
+def _mean_loss(told: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of all samples; None where a rank's is not a number."""
+    if any(row["loss"] is None for row in told):
+        return None
+    samples = sum(row["samples"] for row in told)
+    return float(sum(row["loss"] * row["samples"] for row in told) / samples)
 
 
 def _say(ranks: Ranks, text: str) -> None:
