@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,21 @@ def solve_plans(problem: AllocationProblem, time_limit_s: float) -> dict[str, An
                 for kind, row in found.plan.devices.items()
             }
     return {"plans": plans, "facts": facts}
+
+
+def paced_by_uniform(
+    problem: AllocationProblem, graph: OperatorGraph, device: torch.device
+) -> AllocationProblem:
+    """The problem with the pace of the fastest uniform plan, where that fits in memory.
+
+    Plans are compared at one pace: the fastest plan of all may be faster by less than can be
+    measured, and perturb more than the uniform one.
+    """
+    plan = _fastest_uniform(problem, graph, available_precisions(device))
+    told = evaluate(problem, plan)
+    if any(broken.resource == "memory" for broken in told.violations):
+        return problem
+    return replace(problem, deadline_s=told.iteration_time_s, slack=0.0)
 
 
 def all_methods(

@@ -71,7 +71,8 @@ def to_markdown(data: Mapping[str, Any]) -> str:
         lines += [
             "",
             "| method | step ms | predicted ms | spread | samples/s | of fastest uniform |"
-            " perturbation | last loss | skipped steps | peak GiB by rank | waiting by rank | samples by rank |",
+            " perturbation | last loss | skipped steps | peak GiB by rank | waiting by rank |"
+            " samples by rank |",
             "|---|--:|--:|--:|--:|--:|--:|--:|--:|---|---|---|",
         ]
         lines += [_line(row, best) for row in rows]

@@ -62,7 +62,7 @@ from qsync_opt.runtime.launch import LocalRanks, launch, parse_ranks
 from qsync_opt.runtime.parameters import TrainParameters
 from qsync_opt.runtime.trainer import train
 from tests.benchmarks.predictions import machine
-from tests.benchmarks.rival_methods import all_methods, solve_plans
+from tests.benchmarks.rival_methods import all_methods, paced_by_uniform, solve_plans
 from tests.benchmarks.rival_tables import to_markdown, to_row
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -258,6 +258,7 @@ def _solved(
                 )
             )
             problem = build_problem(graph, found, table, cluster)
+            problem = paced_by_uniform(problem, graph, ranks.device)
             save_problem(problem, folder / "problem.json")
             answer.update(solve_plans(problem, options.time_limit))
 

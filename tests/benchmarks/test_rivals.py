@@ -42,3 +42,4 @@ def test_every_method_is_in_the_table(tmp_path: Path) -> None:
     assert rows["all fp32"]["perturbation"] == 0
     told = [rows[name]["perturbation"] for name in ("exact", "greedy", "all bf16")]
     assert told == sorted(told)
+    assert told[0] <= rows["uniform by kind"]["perturbation"]
