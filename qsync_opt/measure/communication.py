@@ -33,6 +33,7 @@ from qsync_opt.measure.step import Loss, call_model, loss_of, split_batch
 from qsync_opt.plan import FULL_BITS
 from qsync_opt.runtime.bucket_bits import Uniform
 from qsync_opt.runtime.communication import communication_at
+from qsync_opt.runtime.host_reduction import HostReduction, goes_by_host
 from qsync_opt.runtime.quantized_comm import GradientHook
 from qsync_opt.runtime.two_phase import Exchange
 
@@ -253,6 +254,9 @@ def averaging_at(tensor: Tensor, bits: int, group: Any = None) -> Callable[[], o
         group: None for the default group.
     """
     if bits == FULL_BITS:
+        if goes_by_host(tensor, group):
+            reduction = HostReduction(group, tensor.device)
+            return lambda: reduction.average(tensor).wait()
         return lambda: distributed.all_reduce(tensor, group=group)
     holder = nn.ParameterList([nn.Parameter(tensor)])
     sending = Uniform(communication=communication_at(bits))

@@ -24,15 +24,16 @@ from qsync_opt.errors import ParameterError
 from qsync_opt.runtime.bucket_bits import PlannedBits, Sending, Uniform
 from qsync_opt.runtime.bucket_codec import CODED_DTYPES, exempt_parameters, put, spans_of, take
 from qsync_opt.runtime.communication import Communication, ring_bytes
+from qsync_opt.runtime.host_reduction import HostReduction, goes_by_host
 from qsync_opt.runtime.two_phase import Averaging, Exchange, Memory
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-#: What a bucket is cast to -> torch's hook, and bytes of a value on the wire.
-_CAST_HOOKS: Mapping[str, tuple[Any, int]] = {
-    "fp16": (default_hooks.fp16_compress_hook, 2),
-    "bf16": (default_hooks.bf16_compress_hook, 2),
+#: What a bucket is cast to -> torch's hook, and the dtype on the wire.
+_CAST_HOOKS: Mapping[str, tuple[Any, torch.dtype]] = {
+    "fp16": (default_hooks.fp16_compress_hook, torch.float16),
+    "bf16": (default_hooks.bf16_compress_hook, torch.bfloat16),
 }
 
 #: Names of a bucket's tensors in `GradientHook.state`.
@@ -135,6 +136,7 @@ class GradientHook:
         self.change(sending)
         self._waiting: list[tuple[Iterator[Any], Any, Future[Tensor], Tensor]] = []
         self._streams: dict[torch.device, Any] = {}
+        self._reduction: HostReduction | None = None  # where whole buckets go by the host
         sizes = [p.numel() for p in model.parameters() if p.requires_grad]
         facts = [*sending.facts(), seed, len(sizes), *sizes]
         facts = [int(fact) & 0x7FFFFFFFFFFFFFFF for fact in facts]
@@ -194,6 +196,11 @@ class GradientHook:
                     self._go_on(*entry)
         self.step += is_last
         return future
+
+    def close(self) -> None:
+        """End what runs beside the backward."""
+        if self._reduction is not None:
+            self._reduction.close()
 
     def state(self) -> dict[str, Tensor]:
         """What this rank must keep for a restart: learned levels, and what coding took away."""
@@ -265,11 +272,16 @@ class GradientHook:
         )
 
     def _send_whole(self, bucket: Any, buffer: Tensor, cast: str | None) -> Future[Tensor]:
-        """Average a bucket without codes, by torch's own hooks."""
-        run, size = default_hooks.allreduce_hook, buffer.element_size()
+        """Average a bucket without codes, by torch's own hooks where they can."""
+        run, wire = default_hooks.allreduce_hook, buffer.dtype
         if cast is not None:
-            run, size = _CAST_HOOKS[cast]
-        self.exchange.sent_bytes += ring_bytes(buffer.numel() * size, self.exchange.world)
+            run, wire = _CAST_HOOKS[cast]
+        size_bytes = buffer.numel() * wire.itemsize
+        self.exchange.sent_bytes += ring_bytes(size_bytes, self.exchange.world)
+        if goes_by_host(buffer, self.exchange.group):
+            if self._reduction is None:
+                self._reduction = HostReduction(self.exchange.group, buffer.device)
+            return self._reduction.average(buffer, wire)
         future: Future[Tensor] = run(self.exchange.group, bucket)
         return future
 

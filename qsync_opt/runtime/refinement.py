@@ -7,7 +7,9 @@ that was interrupted in between goes on to the bit: the table is in the checkpoi
 same table gives the same plan. Where anything fails, the plan in use stays.
 
 Weights, gradients, the optimizer and DDP's buckets are not concerned: precision lives inside
-the operators, and converting gives modules another class.
+the operators, and converting gives modules another class. What codes of gradients add to the
+variance stays that of the start: it was measured on whole batches, and the ranges of gradients
+of a few samples are wider.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from qsync_opt.runtime.bucket_codec import (
     rank_key,
 )
 from qsync_opt.runtime.communication import Coding, Layout, layout_of
+from qsync_opt.runtime.host_reduction import goes_by_host
 
 #: Newer releases of torch give the collective another name, and warn of the old one.
 _NAMES = ("all_gather_single", "all_gather_into_tensor")
@@ -67,15 +68,11 @@ class Exchange:
 
     def _collective(self, run: Any, output: Tensor, given: Tensor) -> Any:
         """Start a collective; what to wait for."""
-        if not self._goes_by_host(given):
+        if not goes_by_host(given, self.group):  # gloo crashes on what lies on a GPU
             return run(output, given, group=self.group, async_op=True)
         arrived = torch.empty(output.shape, dtype=output.dtype)
         work = run(arrived, given.cpu(), group=self.group, async_op=True)
         return _Staged(work, arrived, output)
-
-    def _goes_by_host(self, tensor: Tensor) -> bool:
-        """Whether the backend cannot send from where a tensor is (gloo from a GPU: a crash)."""
-        return tensor.is_cuda and distributed.get_backend(self.group) == "gloo"
 
     def add_up(self, counts: Tensor) -> Tensor:
         """The sum over ranks of a few numbers, in place."""

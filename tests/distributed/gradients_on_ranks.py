@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import ParameterError, TrainError
@@ -22,6 +24,7 @@ from qsync_opt.runtime.communication import (
     parse_communication,
     ring_bytes,
 )
+from qsync_opt.runtime.host_reduction import HostReduction, reduce_by_host
 from qsync_opt.runtime.quantized_comm import GradientHook, compress_gradients
 from qsync_opt.runtime.two_phase import Averaging, Exchange, Memory
 from tests.distributed.communication_on_ranks import WORLDS, Part, all_equal, counted
@@ -399,6 +402,47 @@ def agreement(rank: int, world: int, folder: Path) -> None:
 
 
 _SOME = (1, 2, 4)
+
+
+def by_the_host(rank: int, world: int, folder: Path) -> None:
+    """Averages beside the backward are those of torch's own hooks, in every dtype on the wire."""
+    with closing(HostReduction(None, torch.device("cpu"))) as reduction:
+        for wire in (None, torch.bfloat16, torch.float16):
+            values = _values(rank, 1000)
+            expected = values.clone().to(wire or torch.float32).div_(world)
+            distributed.all_reduce(expected)
+            # Several at once: none waits for the one before.
+            futures = [reduction.average(values.clone(), wire) for _ in range(3)]
+            for future in futures:
+                assert torch.equal(future.wait(), expected.float())
+    models = [_models(), _models()]
+    models[0][1].register_comm_hook(None, default_hooks.allreduce_hook)
+    reduction = reduce_by_host(models[1][1], torch.device("cpu"))
+    for _ in range(3):
+        for model, wrapped in models:
+            model.zero_grad(set_to_none=True)
+            torch.autograd.backward(language_loss(wrapped(_batch(rank)), _batch(rank)))
+        assert torch.equal(_flat(models[0][0]), _flat(models[1][0]))
+    reduction.close()
+
+
+def by_the_host_in_vain(rank: int, world: int, folder: Path) -> None:
+    """What the network says comes out of the backward that waits for it."""
+    model, wrapped = _models()
+    real = distributed.all_reduce
+    with closing(reduce_by_host(wrapped, torch.device("cpu"))):
+
+        def broken(*_: object, **__: object) -> None:
+            raise RuntimeError("gloo: connection closed by peer")
+
+        distributed.all_reduce = broken
+        try:
+            with pytest.raises(RuntimeError, match="gloo: connection closed by peer"):
+                torch.autograd.backward(language_loss(wrapped(_batch(rank)), _batch(rank)))
+        finally:
+            distributed.all_reduce = real
+
+
 PARTS: dict[str, tuple[Part, tuple[int, ...]]] = {
     "oracle": (oracle, WORLDS),
     "unbiased": (unbiased, (3,)),
@@ -412,4 +456,6 @@ PARTS: dict[str, tuple[Part, tuple[int, ...]]] = {
     "restart": (restart, (1, 2)),
     "casts and mistakes": (casts_and_mistakes, (1, 2)),
     "agreement": (agreement, (2, 4)),
+    "by the host": (by_the_host, (2, 3)),
+    "by the host, in vain": (by_the_host_in_vain, (2,)),
 }

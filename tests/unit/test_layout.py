@@ -60,7 +60,7 @@ LAYERS = (
     ("runtime.distributed", "runtime.interruption", "runtime.checkpoints", "runtime.metrics"),
     ("runtime.agreement", "runtime.scaling", "runtime.state", "runtime.launch"),
     # what ranks send
-    ("runtime.communication", "runtime.levels"),
+    ("runtime.communication", "runtime.levels", "runtime.host_reduction"),
     ("runtime.bucket_bits", "runtime.bucket_codec"),
     ("runtime.fsdp_collectives", "runtime.shards", "runtime.two_phase"),
     ("runtime.quantized_comm", "runtime.quantized_sharding"),
