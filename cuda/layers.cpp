@@ -48,36 +48,58 @@ Tensor wide_product(const Tensor& a, const Tensor& b) {
   return at::mm(a.to(at::kFloat), b.to(at::kFloat));
 }
 
-// What backward needs beside the tensors that are kept.
-struct Facts : torch::CustomClassHolder {
-  ScalarType dtype;  // of the product
+// What backward needs beside the tensors that are kept. It is kept as a list of integers, which compiled autograd can
+// compare: three dtypes of operands, that of the product, groups, and then lists, each after its length.
+struct Facts {
   ScalarType input, weight, bias = ScalarType::Undefined;
+  ScalarType dtype;  // of the product
+  int64_t groups = 1;
   std::vector<int64_t> shape, weight_shape, weight_stride;
   std::vector<int64_t> stride, padding, dilation;  // of a convolution
-  int64_t groups = 1;
 
   bool has_bias() const { return bias != ScalarType::Undefined; }
+
+  std::vector<int64_t> pack() const {
+    std::vector<int64_t> all = {static_cast<int64_t>(input), static_cast<int64_t>(weight), static_cast<int64_t>(bias),
+                                static_cast<int64_t>(dtype), groups};
+    for (const auto* list : {&shape, &weight_shape, &weight_stride, &stride, &padding, &dilation}) {
+      all.push_back(static_cast<int64_t>(list->size()));
+      all.insert(all.end(), list->begin(), list->end());
+    }
+    return all;
+  }
+
+  explicit Facts(const std::vector<int64_t>& all)
+      : input(static_cast<ScalarType>(all[0])),
+        weight(static_cast<ScalarType>(all[1])),
+        bias(static_cast<ScalarType>(all[2])),
+        dtype(static_cast<ScalarType>(all[3])),
+        groups(all[4]) {
+    auto from = all.begin() + 5;
+    for (auto* list : {&shape, &weight_shape, &weight_stride, &stride, &padding, &dilation}) {
+      list->assign(from + 1, from + 1 + *from);
+      from += 1 + *from;
+    }
+  }
+
+  Facts(const Tensor& x, const Tensor& weights, const std::optional<Tensor>& biases, const Tensor& operand)
+      : input(x.scalar_type()),
+        weight(weights.scalar_type()),
+        dtype(operand.scalar_type()),
+        shape(x.sizes().vec()),
+        weight_shape(weights.sizes().vec()),
+        weight_stride(weights.strides().vec()) {
+    if (biases && biases->defined()) bias = biases->scalar_type();
+  }
 };
 
 // Keeps what backward reads: the operand that was multiplied, and the parameter itself.
-c10::intrusive_ptr<Facts> remember(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
-                                   const std::optional<Tensor>& bias, const Tensor& operand) {
+void remember(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& operand, const Facts& facts) {
   ctx->save_for_backward({weight.requires_grad() ? operand : Tensor(), x.requires_grad() ? weight : Tensor()});
-  auto facts = c10::make_intrusive<Facts>();
-  facts->dtype = operand.scalar_type();
-  facts->input = x.scalar_type();
-  facts->weight = weight.scalar_type();
-  if (bias && bias->defined()) facts->bias = bias->scalar_type();
-  facts->shape = x.sizes().vec();
-  facts->weight_shape = weight.sizes().vec();
-  facts->weight_stride = weight.strides().vec();
-  ctx->saved_data["facts"] = at::IValue::make_capsule(facts);
-  return facts;
+  ctx->saved_data["facts"] = facts.pack();
 }
 
-c10::intrusive_ptr<Facts> recall(const AutogradContext* ctx) {
-  return c10::static_intrusive_pointer_cast<Facts>(ctx->saved_data.at("facts").toCapsule());
-}
+Facts recall(const AutogradContext* ctx) { return Facts(ctx->saved_data.at("facts").toIntVector()); }
 
 // As `once_differentiable` in Python: gradients are numbers, and asking for theirs is an error.
 variable_list once(variable_list gradients, const variable_list& given) {
@@ -97,7 +119,7 @@ struct FloatLinear : torch::autograd::Function<FloatLinear> {
     const Plain plain;
     const Tensor operand = cast && cast->defined() ? *cast : x;
     const ScalarType dtype = operand.scalar_type();
-    remember(ctx, x, weight, bias, operand);
+    remember(ctx, x, weight, operand, Facts(x, weight, bias, operand));
     const Tensor out = at::linear(rows_of(operand), as_dtype(weight, dtype), as_dtype(bias, dtype));
     if (x.dim() == 2) return out;
     auto shape = x.sizes().vec();
@@ -106,8 +128,7 @@ struct FloatLinear : torch::autograd::Function<FloatLinear> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto kept = recall(ctx);
-    const Facts& facts = *kept;
+    const Facts facts = recall(ctx);
     const auto saved = ctx->get_saved_variables();
     Tensor grad_x, grad_weight, grad_bias;
     {
@@ -147,17 +168,17 @@ struct FloatConv2d : torch::autograd::Function<FloatConv2d> {
     const Plain plain;
     const Tensor operand = cast && cast->defined() ? *cast : x;
     const ScalarType dtype = operand.scalar_type();
-    const auto facts = remember(ctx, x, weight, bias, operand);
-    facts->stride = stride;
-    facts->padding = padding;
-    facts->dilation = dilation;
-    facts->groups = groups;
+    Facts facts(x, weight, bias, operand);
+    facts.stride = stride;
+    facts.padding = padding;
+    facts.dilation = dilation;
+    facts.groups = groups;
+    remember(ctx, x, weight, operand, facts);
     return at::conv2d(operand, as_dtype(weight, dtype), as_dtype(bias, dtype), stride, padding, dilation, groups);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto kept = recall(ctx);
-    const Facts& facts = *kept;
+    const Facts facts = recall(ctx);
     const auto saved = ctx->get_saved_variables();
     const bool needs_x = ctx->needs_input_grad(0), needs_weight = ctx->needs_input_grad(1);
     Tensor grad_x, grad_weight, grad_bias;

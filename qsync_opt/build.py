@@ -183,14 +183,16 @@ def _tables(
         )
         if table is None:
             raise ParameterError("perturbation", "must have a table for every kind", kind.name)
-        missing = {row.name for row in graph.operators} - set(table.operators)
-        if table.graph != graph.sha256 or missing:
-            raise ParameterError(
-                f"perturbation of {kind.name}",
-                f"must be for the graph ({graph.sha256[:12]}...)",
-                table.graph,
-                "Compute it with this graph",
-            )
+        field = f"perturbation of {kind.name}"
+        if table.graph != graph.sha256:
+            rule = f"must be for the graph ({graph.sha256[:12]}...)"
+            raise ParameterError(field, rule, table.graph, "Compute it with this graph")
+        known = set(table.operators)
+        missing = next((row.name for row in graph.operators if row.name not in known), None)
+        if missing is not None:
+            rule = f"must have every operator of the graph ({missing} is missing)"
+            found = f"{len(known)} operators"
+            raise ParameterError(field, rule, found, "Compute it with this graph")
         tables[kind.name] = table
     return tables
 

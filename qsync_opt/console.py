@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qsync_opt.plan import PrecisionPlan, bits_text
 
@@ -228,8 +228,15 @@ def write(*parts: object) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    class OneThatTells(Console):
+        """Rich's own ends the process with code 1, which says that there is no plan."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    console = Console(file=sys.stdout, width=width, highlight=False, emoji=False, markup=False)
+    options: dict[str, Any] = {"highlight": False, "emoji": False, "markup": False}
+    console = OneThatTells(file=sys.stdout, width=width, **options)
     for part in parts:
         text = isinstance(part, str)
         console.print(Text(part) if isinstance(part, str) else part, soft_wrap=text)

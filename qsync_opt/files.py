@@ -20,7 +20,7 @@ from qsync_opt.conversion import from_plan, from_problem, to_plan, to_problem
 from qsync_opt.costs import DeviceCosts
 from qsync_opt.costs_conversion import from_costs, to_costs
 from qsync_opt.costs_schema import CostsDocument
-from qsync_opt.errors import FieldError, FormatError
+from qsync_opt.errors import FieldError, FormatError, ParameterError
 from qsync_opt.graph import OperatorGraph
 from qsync_opt.graph_conversion import from_graph, to_graph
 from qsync_opt.graph_schema import GraphDocument
@@ -195,6 +195,16 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     return raw
 
 
+def require_json_name(field: str, path: str | os.PathLike[str]) -> None:
+    """Refuse a name that does not say that JSON is in the file.
+
+    Raises:
+        ParameterError: it ends neither in .json nor in .json.gz.
+    """
+    if not str(path).endswith((".json", ".json.gz")):
+        raise ParameterError(field, "must end in .json or .json.gz", str(path))
+
+
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     """Write `data` to a temporary file beside `path`, then move it there.
 
@@ -236,7 +246,7 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except FieldError as error:
-        if not error.file and error.field != _name(path):
+        if not error.file and error.field not in (_name(path), str(Path(_name(path)))):
             error.file = _name(path)
         raise
 

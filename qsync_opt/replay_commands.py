@@ -36,10 +36,12 @@ def add_commands(command: options.AddCommand) -> None:
 def run_replay(arguments: argparse.Namespace) -> int:
     """Show what every rank does in a step, write it as a trace, compare it with a measured one."""
     from qsync_opt import console
-    from qsync_opt.files import load_plan, load_problem
+    from qsync_opt.files import load_plan, load_problem, require_json_name
     from qsync_opt.simulate.replay import replay
     from qsync_opt.simulate.trace import compare_traces, save_trace
 
+    if arguments.trace is not None:
+        require_json_name("--trace", arguments.trace)
     check_targets(arguments.trace)
     problem, plan = load_problem(arguments.problem), load_plan(arguments.plan)
     replayed = replay(problem, plan, hosts=load_measured(problem, arguments)[1])

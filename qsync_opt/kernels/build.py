@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,8 +33,8 @@ from qsync_opt.errors import KernelError, ParameterError
 #: No contraction: products and sums round one by one, as in the plain torch reference.
 FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 
-#: Of the layers, which are torch operators.
-LAYER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
+#: Of the layers, which are torch operators; headers of torch 2.14 ask for C++20.
+LAYER_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 
 #: Least compute capability with the 8-bit matrix instructions that the products use.
 LEAST_CAPABILITY = (7, 5)
@@ -80,12 +81,20 @@ def sources(architecture: str) -> list[Path]:
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept."""
+    """Where built libraries are kept.
+
+    Raises:
+        KernelError: nobody says where, and the user has no home.
+    """
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named).absolute()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "qsync_opt"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "qsync_opt"
+    except RuntimeError as error:  # a user without a home
+        remedy = f"Name a folder that can be written in {CACHE_VARIABLE}."
+        raise KernelError("library", f"there is no cache folder: {error}", remedy) from error
 
 
 def find_compiler() -> Path | None:
@@ -151,27 +160,25 @@ def build_layers() -> Path:
         return target
     compiler = find_host_compiler()
     if compiler is None:
+        named = os.environ.get("CXX")
         remedy = "Install one (g++ or clang++), or name it in CXX."
-        raise KernelError("layers", "no C++ compiler was found", remedy)
+        reason = "no C++ compiler was found"
+        if named:
+            reason, remedy = f"CXX names {named!r}, which cannot be run", "Name another, or none."
+        raise KernelError("layers", reason, remedy)
     libraries = [f"-L{headers.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
-
-    def compile_to(path: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            remedy = "Is the compiler new enough for this torch? CXX names another."
-            run_compiler(
-                [compiler, *flags, str(source), *libraries, "-o", str(made)], _LAYERS, remedy
-            )
-            os.replace(made, path)
-
-    return keep(target, "the layers for this torch", compile_to)
+    command = [*compiler, *flags, str(source), *libraries]
+    return keep(target, "the layers for this torch", functools.partial(_compile_layers, command))
 
 
-def find_host_compiler() -> str | None:
-    """The C++ compiler that CXX names, or the first of the usual ones."""
-    named = os.environ.get("CXX")
-    names = [named] if named else ["c++", "g++", "clang++"]
-    return next(filter(None, map(shutil.which, names)), None)
+def find_host_compiler() -> list[str] | None:
+    """The C++ compiler that CXX names, with its options, or the first of the usual ones."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for name, *options in [named] if named else [["c++"], ["g++"], ["clang++"]]:
+        found = shutil.which(name)
+        if found is not None:
+            return [found, *options]
+    return None
 
 
 def keep(target: Path, what: str, compile_to: Callable[[Path], None]) -> Path:
@@ -199,6 +206,29 @@ def keep(target: Path, what: str, compile_to: Callable[[Path], None]) -> Path:
     return target
 
 
+def _compile_layers(command: Sequence[str], target: Path) -> None:
+    # Every rank of every job would else wait for a compiler that fails, one after the other.
+    failed = target.with_name("failed.txt")
+    remedy = f"Is the compiler new enough for this torch? CXX names another; then remove {failed}."
+    if failed.is_file():
+        raise KernelError(_LAYERS, failed.read_text(errors="replace"), remedy)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        try:
+            run_compiler([*command, "-o", str(made)], _LAYERS, remedy)
+        except KernelError as error:
+            failed.write_text(error.reason)
+            raise
+        _put(made, target)
+
+
+def _put(made: Path, target: Path) -> None:
+    """Move a library to its place; a crash leaves all of it there or nothing."""
+    with made.open("rb") as stream:
+        os.fsync(stream.fileno())
+    os.replace(made, target)
+
+
 def _compile(compiler: Path, architecture: str, target: Path) -> None:
     code = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -214,7 +244,7 @@ def _compile(compiler: Path, architecture: str, target: Path) -> None:
         linked = Path(folder) / _LIBRARY
         command = [str(compiler), "-shared", code, "-o", str(linked), *map(str, objects)]
         run_compiler(command, _LIBRARY, _NEWER)
-        os.replace(linked, target)
+        _put(linked, target)
 
 
 def run_compiler(command: Sequence[str], what: str, remedy: str) -> None:
@@ -229,7 +259,14 @@ def run_compiler(command: Sequence[str], what: str, remedy: str) -> None:
         KernelError: it cannot be run, or it failed; with its first error.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            start_new_session=True,  # Ctrl-C is for us: we end it, and do not call it a failure
+        )
     except OSError as error:
         reason = f"{command[0]} cannot be run: {error.strerror}"
         raise KernelError(what, reason, "Install the compiler again.") from error
@@ -265,6 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KernelError, ParameterError) as error:
         _log.info("%s", error)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

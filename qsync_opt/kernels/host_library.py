@@ -38,7 +38,12 @@ def compiled_layers() -> CompiledLayers | None:
     """
     load: Any = torch.ops.load_library  # torch leaves it without annotations
     try:
-        load(str(build.build_layers()))
+        path = build.build_layers()
+        try:
+            load(str(path))
+        except OSError:  # of another machine, or not whole: once more
+            path.unlink()
+            load(str(build.build_layers()))
     except (KernelError, OSError) as error:
         message = f"Layers launch from Python, slower than they could: {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -14,6 +14,7 @@ from torch import nn
 
 from qsync_opt.errors import ParameterError, PlanError
 from qsync_opt.graph import OperatorGraph, Role
+from qsync_opt.kernels.host_library import compiled_layers
 from qsync_opt.kernels.rounding import Rounding
 from qsync_opt.precision import Precision
 from qsync_opt.runtime.assignment import Assignment, listed
@@ -21,6 +22,9 @@ from qsync_opt.runtime.calls import PRODUCTS
 from qsync_opt.runtime.layers import STATE, Patched, original_class
 from qsync_opt.runtime.session import Session
 from qsync_opt.runtime.targets import Flow, Names
+
+#: Precisions whose layers run compiled.
+_HALF = frozenset({Precision.BF16, Precision.FP16})
 
 
 def convert(
@@ -83,6 +87,8 @@ def convert(
             )
     work.require_all(set(ignore))
     work.apply()
+    if not _HALF.isdisjoint(precisions.values()):
+        compiled_layers()  # built now, where it has to be, and not in the first step
     return model
 
 

@@ -31,6 +31,12 @@ _NO_PADDING = (0, 0)
 #: Whether a transform of torch.func runs; torch's own functions ask in this way.
 _transforms_are_active: Any = torch._C._are_functorch_transforms_active
 
+#: What torch.jit.trace has so far; None where it does not run.
+_tracing_state: Any = torch._C._get_tracing_state
+
+#: How many modes see the operators that are dispatched.
+_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, settings: OperatorSettings) -> Tensor:
     """X @ weight.T + bias.
@@ -188,15 +194,22 @@ def _float_cast(x: Tensor, settings: OperatorSettings) -> Tensor | None:
 def _compiled_for(operand: Tensor, precision: Precision, product: str) -> CompiledLayers | None:
     """What runs a layer without Python, where that can.
 
-    The compiler and the transforms of `torch.func` look into functions, so they get those in
+    Whoever looks into functions, to compile, trace, transform or count them, gets those in
     Python. Nothing there sets flags of the process or emulates a precision.
     """
-    if torch.compiler.is_compiling() or _transforms_are_active():
+    if (
+        torch.compiler.is_compiling()
+        or _tracing_state() is not None
+        or _transforms_are_active()
+        or _dispatch_modes() > 0
+    ):
         return None
-    if operand.dtype is torch.float32 and not _flags_are_set(operand, precision, product):
-        return None
-    if operand.dtype is torch.float16 and operand.device.type == "cpu":
-        return None
+    on_cpu = operand.device.type == "cpu"
+    if operand.dtype is torch.float32:
+        if not _flags_are_set(operand, precision, product):
+            return None
+    elif on_cpu and (operand.dtype is torch.float16 or needs_flags("cpu", False, MATMUL)):
+        return None  # fp16 is emulated, and bf16 gradients are summed in fp32
     return compiled_layers()
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ParameterError
+from qsync_opt.files import require_json_name
 from qsync_opt.kernels.rounding import Rounding
 from qsync_opt.precision import Precision
 from qsync_opt.runtime.communication import parse_communication
@@ -145,8 +146,8 @@ class TrainParameters:
         for name in ("folder", "trace"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
-        if self.trace is not None and not self.trace.name.endswith((".json", ".json.gz")):
-            raise ParameterError("trace", "must end in .json or .json.gz", str(self.trace))
+        if self.trace is not None:
+            require_json_name("trace", self.trace)
         if self.uniform is not None and self.autocast is not None:
             raise ParameterError("autocast", "must not be given with uniform", self.autocast)
         if self.autocast is not None and self.autocast not in _AUTOCAST:

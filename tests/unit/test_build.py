@@ -302,6 +302,11 @@ def test_costs_of_another_graph_are_refused(graph: OperatorGraph, costs: DeviceC
 def test_a_table_for_another_graph_is_refused(graph: OperatorGraph, costs: DeviceCosts) -> None:
     with pytest.raises(ParameterError, match="perturbation of one: must be for the graph"):
         build_problem(graph, {"one": costs}, made_up_table(capture_chain()), ONE)
+    table = made_up_table(graph)
+    less = replace(table, operators=table.operators[1:], values=table.values[1:])
+    rule = f"every operator of the graph .{re.escape(table.operators[0])} is missing"
+    with pytest.raises(ParameterError, match=rule):
+        build_problem(graph, {"one": costs}, less, ONE)
 
 
 def test_missing_pieces_are_named(graph: OperatorGraph, costs: DeviceCosts) -> None:

@@ -426,12 +426,13 @@ def test_a_process_reports_bad_input_without_a_traceback(tmp_path: Path) -> None
     assert "missing.json" in done.stderr
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [["--json"], []])
+def test_a_reader_that_goes_away_is_no_error(form: list[str], tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
         path = tmp_path / "problem.json"
-        done = start("generate", path, "--operators", 5, "--json", stdout=write_end)
+        done = start("generate", path, "--operators", 5, *form, stdout=write_end)
     finally:
         os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from qsync_opt.errors import KernelError
 from qsync_opt.kernels import build, host_library
@@ -108,6 +111,52 @@ def test_gradients_of_gradients_are_refused(
             torch.autograd.backward(grad.sum())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_whoever_looks_into_functions_sees_those_in_python() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    convert(model, {"0": Precision.BF16})
+    make: Any = make_fx  # torch leaves it without annotations
+    graph = make(model, tracing_mode="symbolic", _allow_non_fake_inputs=True)(randn(3, 5, 32))
+    x = randn(4, 5, 32, seed=1)  # of another batch size
+    assert torch.equal(graph(x), model(x))
+    trace: Any = torch.jit.trace
+    for found in (graph.graph, trace(model, x, check_trace=False).inlined_graph):
+        assert "float_linear" not in str(found)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled_autograd_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for layer, shape in ((nn.Linear(8, 8), (4, 8)), (nn.Conv2d(4, 6, 3), (2, 4, 8, 8))):
+        found = []
+        for model in Pair(layer, monkeypatch):
+            x = randn(*shape).requires_grad_()
+            out = model(x).float().pow(2).sum()
+            backend: Any = compiled_autograd._enable
+            with backend(torch.compile(backend="eager")):
+                torch.autograd.backward(out)
+            found.append([x.grad, *(p.grad for p in model.parameters())])
+        for first, second in zip(*found, strict=True):
+            assert first is not None
+            assert second is not None
+            assert torch.equal(first, second)
+
+
+def test_fp32_sums_are_not_lowered_by_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting: Any = torch.backends.mkldnn
+    before = setting.matmul.fp32_precision
+    layer = nn.Linear(64, 64)
+    gradients: list[Any] = []
+    for flag in ("ieee", "bf16"):
+        model = next(iter(Pair(copy.deepcopy(layer), monkeypatch)))
+        setting.matmul.fp32_precision = flag
+        try:
+            torch.autograd.backward(model(randn(64, 64)).float().pow(2).sum())
+        finally:
+            setting.matmul.fp32_precision = before
+        gradients.append(next(model.parameters()).grad)
+    assert torch.equal(gradients[0], gradients[1])
+
+
 def test_autocast_and_grad_modes_around_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x = randn(3, 8)
     for model in Pair(nn.Linear(8, 8), monkeypatch):
@@ -154,14 +203,64 @@ def test_without_a_compiler_python_runs_and_says_so(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_compiler_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_is_told_and_not_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "broken"
-    script.write_text("#!/bin/sh\necho 'layers.cpp:1: error: too old' >&2\nexit 1\n")
+    asked = tmp_path / "asked"
+    script.write_text(
+        f"#!/bin/sh\necho $1 >> {asked}\nprintf 'layers.cpp:1: error: too old \\377' >&2\nexit 1\n"
+    )
     script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
-    with pytest.raises(KernelError, match="too old.*CXX names another"):
-        build.build_layers()
+    monkeypatch.setenv("CXX", f"{script} --option")
+    for _ in range(2):
+        with pytest.raises(KernelError, match=r"too old.*CXX names another; then remove .*failed"):
+            build.build_layers()
+    assert asked.read_text() == "--option\n"
     assert not list((tmp_path / "cache").glob("*/*.so"))
+    next((tmp_path / "cache").glob("*/failed.txt")).unlink()
+    with pytest.raises(KernelError, match="too old"):
+        build.build_layers()
+    assert asked.read_text() == "--option\n" * 2
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(KernelError, match="CXX names 'no-such-compiler -O2', which cannot be run"):
+        build.build_layers()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_library_that_cannot_be_loaded_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come from another machine, or be cut short."""
+    built: list[str] = []
+
+    def run(command: list[str], what: str, remedy: str) -> None:
+        made = Path(command[command.index("-o") + 1])
+        built.append(made.name)
+        made.write_text(str(len(built)))
+
+    def load(path: str) -> None:
+        if Path(path).read_text() == "1":
+            raise OSError("could not load this library")
+
+    monkeypatch.setattr(build, "run_compiler", run)
+    monkeypatch.setattr(torch.ops, "load_library", load)
+    fresh: Any = host_library.compiled_layers
+    assert fresh.__wrapped__() is not None
+    assert len(built) == 2
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (build.CACHE_VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(KernelError, match=f"no cache folder.*{build.CACHE_VARIABLE}"):
+        build.build_layers()
 
 
 @pytest.mark.usefixtures("fresh")

@@ -144,6 +144,8 @@ def test_the_command_shows_writes_and_compares(
     files = [str(tmp_path / name) for name in ("problem.json", "plan.json", "trace.json")]
     save_problem(problem, files[0])
     save_plan(plan, files[1])
+    assert main(["replay", *files[:2], "--trace", f"{files[2]}.txt"]) == 2
+    assert "--trace: must end in .json or .json.gz" in capsys.readouterr().err
     assert main(["replay", *files[:2], "--trace", files[2], "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     told = replay(problem, plan)
