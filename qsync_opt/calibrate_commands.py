@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qsync_opt import options
-from qsync_opt.commands import EXIT_PLAN, check_targets
+from qsync_opt.commands import EXIT_PLAN, check_targets, load_plan_of
 from qsync_opt.errors import ParameterError
 from qsync_opt.measured_costs import (
     add_measured_options,
@@ -49,10 +49,11 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     """Replay a plan, compare with its run, and write the costs files with the error in them."""
     from qsync_opt import console
     from qsync_opt.calibration import median_error
-    from qsync_opt.files import load_plan, load_problem, save_costs
+    from qsync_opt.files import load_problem, save_costs
     from qsync_opt.hosts import calibrate
 
-    problem, plan = load_problem(arguments.problem), load_plan(arguments.plan)
+    problem = load_problem(arguments.problem)
+    plan = load_plan_of(problem, arguments.plan)
     files = costs_files(arguments)
     check_targets(*files.values())
     graph = load_measured_graph(arguments)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qsync_opt.optimize.comparison import ComparisonRow
     from qsync_opt.optimize.problem import AllocationProblem
     from qsync_opt.optimize.result import Progress, SolveParameters
+    from qsync_opt.plan import PrecisionPlan
 
 EXIT_PLAN = 0
 EXIT_NO_PLAN = 1
@@ -72,13 +73,13 @@ def add_commands(command: options.AddCommand) -> None:
 def run_solve(arguments: argparse.Namespace) -> int:
     """Find a plan, and write it where `--output` says."""
     from qsync_opt import console
-    from qsync_opt.files import load_plan, load_problem, save_plan
+    from qsync_opt.files import load_problem, save_plan
     from qsync_opt.optimize.result import SolveStatus
     from qsync_opt.optimize.solve import solve
     from qsync_opt.replayed import solve_replayed
 
     problem = paced(load_problem(arguments.problem), arguments)
-    hint = None if arguments.hint is None else load_plan(arguments.hint)
+    hint = None if arguments.hint is None else load_plan_of(problem, arguments.hint)
     check_targets(arguments.output)
     _, hosts = load_measured(problem, arguments)
     with console.solving() as progress:
@@ -101,11 +102,11 @@ def run_solve(arguments: argparse.Namespace) -> int:
 def run_evaluate(arguments: argparse.Namespace) -> int:
     """Show what a plan costs and which rules it breaks."""
     from qsync_opt import console
-    from qsync_opt.files import load_plan, load_problem
+    from qsync_opt.files import load_problem
     from qsync_opt.optimize.evaluate import evaluate
 
     problem = load_problem(arguments.problem)
-    plan = load_plan(arguments.plan)
+    plan = load_plan_of(problem, arguments.plan)
     evaluation = evaluate(problem, plan, deadline_s=arguments.deadline)
     if arguments.json:
         console.write_json(evaluation)
@@ -184,6 +185,22 @@ def exit_code(rows: Sequence[ComparisonRow]) -> int:
     if any(row.status is SolveStatus.INTERRUPTED for row in rows):
         return EXIT_INTERRUPTED
     return EXIT_PLAN if any(row.plan is not None for row in rows) else EXIT_NO_PLAN
+
+
+def load_plan_of(problem: AllocationProblem, path: str) -> PrecisionPlan:
+    """The plan in a file, which must be one of a problem.
+
+    Raises:
+        FormatError: the file is not of the format.
+        PlanError: the plan is not of the problem; says in which file it is.
+    """
+    from qsync_opt.files import load_plan, naming
+    from qsync_opt.optimize.evaluate import evaluate
+
+    plan = load_plan(path)
+    with naming(path):
+        evaluate(problem, plan)
+    return plan
 
 
 def check_targets(*paths: str | None) -> None:

@@ -49,7 +49,7 @@ def load_problem(path: str | os.PathLike[str]) -> AllocationProblem:
         FormatError: the file is not of the format.
         ProblemError: the problem in it breaks a rule.
     """
-    with collector_paused(), _naming(path):
+    with collector_paused(), naming(path):
         return to_problem(load_document(path, ProblemDocument))
 
 
@@ -70,7 +70,7 @@ def load_plan(path: str | os.PathLike[str]) -> PrecisionPlan:
         FormatError: the file is not of the format.
         PlanError: a precision that is not one, or bits that no bucket can have.
     """
-    with _naming(path):
+    with naming(path):
         return to_plan(load_document(path, PlanDocument))
 
 
@@ -90,7 +90,7 @@ def load_graph(path: str | os.PathLike[str]) -> OperatorGraph:
         FormatError: the file is not of the format.
         GraphError: the graph in it breaks a rule.
     """
-    with collector_paused(), _naming(path):
+    with collector_paused(), naming(path):
         return to_graph(load_document(path, GraphDocument))
 
 
@@ -111,7 +111,7 @@ def load_perturbations(path: str | os.PathLike[str]) -> PerturbationTable:
         FormatError: the file is not of the format.
         ParameterError: the table in it breaks a rule.
     """
-    with _naming(path):
+    with naming(path):
         return to_perturbations(load_document(path, PerturbationDocument))
 
 
@@ -131,7 +131,7 @@ def load_costs(path: str | os.PathLike[str]) -> DeviceCosts:
         FormatError: the file is not of the format.
         CostsError: the tables in it do not fit together.
     """
-    with _naming(path):
+    with naming(path):
         return to_costs(load_document(path, CostsDocument))
 
 
@@ -241,7 +241,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """Let errors of fields say in which file the field stands."""
     try:
         yield

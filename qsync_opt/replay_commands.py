@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from qsync_opt import options
-from qsync_opt.commands import EXIT_PLAN, check_targets
+from qsync_opt.commands import EXIT_PLAN, check_targets, load_plan_of
 from qsync_opt.measured_costs import add_measured_options, load_measured
 
 if TYPE_CHECKING:
@@ -36,14 +36,15 @@ def add_commands(command: options.AddCommand) -> None:
 def run_replay(arguments: argparse.Namespace) -> int:
     """Show what every rank does in a step, write it as a trace, compare it with a measured one."""
     from qsync_opt import console
-    from qsync_opt.files import load_plan, load_problem, require_json_name
+    from qsync_opt.files import load_problem, require_json_name
     from qsync_opt.simulate.replay import replay
     from qsync_opt.simulate.trace import compare_traces, save_trace
 
     if arguments.trace is not None:
         require_json_name("--trace", arguments.trace)
     check_targets(arguments.trace)
-    problem, plan = load_problem(arguments.problem), load_plan(arguments.plan)
+    problem = load_problem(arguments.problem)
+    plan = load_plan_of(problem, arguments.plan)
     replayed = replay(problem, plan, hosts=load_measured(problem, arguments)[1])
     differences: list[Difference] | None = None
     if arguments.against is not None:

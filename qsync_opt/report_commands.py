@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qsync_opt import options
-from qsync_opt.commands import EXIT_PLAN, exit_code, paced, solve_parameters
+from qsync_opt.commands import EXIT_PLAN, exit_code, load_plan_of, paced, solve_parameters
 from qsync_opt.errors import ParameterError
 from qsync_opt.measured_costs import add_measured_options, load_measured
 
@@ -70,7 +70,7 @@ def add_open_option(sub: argparse.ArgumentParser) -> None:
 def run_report(arguments: argparse.Namespace) -> int:
     """Write the page, its pictures and its tables."""
     from qsync_opt import console
-    from qsync_opt.files import load_plan, load_problem, read_bytes
+    from qsync_opt.files import load_problem, read_bytes
     from qsync_opt.report import (
         ReportInputs,
         curve_of,
@@ -83,7 +83,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 
     require_matplotlib("report", arguments.output)
     problem = paced(load_problem(arguments.problem), arguments)
-    plans = {name: load_plan(path) for name, path in _named("plan", arguments.plan)}
+    plans = {name: load_plan_of(problem, path) for name, path in _named("plan", arguments.plan)}
     runs = {name: read_run(path) for name, path in _named("metrics", arguments.metrics)}
     steps = {name: read_trace(problem, path) for name, path in _named("trace", arguments.trace)}
     curve: tuple[CurvePoint, ...] = ()

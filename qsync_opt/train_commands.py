@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qsync_opt import options
-from qsync_opt.commands import EXIT_INTERRUPTED, EXIT_PLAN, check_targets
+from qsync_opt.commands import EXIT_INTERRUPTED, EXIT_PLAN, check_targets, load_plan_of
 from qsync_opt.errors import ParameterError
 from qsync_opt.precision import Precision
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Sequence
 
+    from qsync_opt.optimize.problem import AllocationProblem
+    from qsync_opt.plan import PrecisionPlan
     from qsync_opt.runtime.parameters import TrainParameters
     from qsync_opt.runtime.trainer import TrainProgress, TrainResult
 
@@ -132,14 +134,13 @@ def run_train(arguments: argparse.Namespace) -> int:
     if arguments.ranks is not None:
         return _launch(arguments)
     from qsync_opt import console
-    from qsync_opt.files import load_graph, load_plan, load_problem
+    from qsync_opt.files import load_graph
     from qsync_opt.measure.model_file import load_batches, load_model, parse_sizes
     from qsync_opt.runtime.trainer import TrainStatus, train
 
     check_targets(arguments.trace)
     device = _device(arguments.device)
-    plan = None if arguments.plan is None else load_plan(arguments.plan)
-    problem = None if arguments.problem is None else load_problem(arguments.problem)
+    plan, problem = _plan_and_problem(arguments)
     graph = None if arguments.graph is None else load_graph(arguments.graph)
     kind = arguments.kind
     if kind is None:
@@ -181,8 +182,26 @@ def _launch(arguments: argparse.Namespace) -> int:
         raise ParameterError("kind", "must not be given with --ranks", arguments.kind)
     ranks = parse_ranks(arguments.ranks)
     _parameters(arguments)  # so that a mistake is told once
+    plan, _ = _plan_and_problem(arguments)
+    unknown = [row.kind for row in ranks if plan is not None and row.kind not in plan.devices]
+    if unknown and plan is not None:
+        rule = f"must be of the plan's kinds ({', '.join(plan.devices)})"
+        raise ParameterError("ranks", rule, unknown[0])
     folder = None if arguments.output is None else Path(arguments.output)
     return launch(ranks, _without_ranks(arguments.words), folder)
+
+
+def _plan_and_problem(
+    arguments: argparse.Namespace,
+) -> tuple[PrecisionPlan | None, AllocationProblem | None]:
+    from qsync_opt.files import load_plan, load_problem
+
+    problem = None if arguments.problem is None else load_problem(arguments.problem)
+    if arguments.plan is None:
+        return None, problem
+    if problem is None:
+        return load_plan(arguments.plan), None
+    return load_plan_of(problem, arguments.plan), problem
 
 
 def _without_ranks(words: Sequence[str]) -> list[str]:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from qsync_opt import cli
-from qsync_opt.files import load_graph, save_costs, save_perturbations, save_plan
+from qsync_opt.files import (
+    load_graph,
+    save_costs,
+    save_perturbations,
+    save_plan,
+    save_problem,
+)
+from qsync_opt.optimize.generate import generate_problem
 from qsync_opt.plan import PrecisionPlan
 from qsync_opt.precision import Precision
 from qsync_opt.runtime.metrics import read_metrics
@@ -117,6 +124,20 @@ def test_a_folder_that_cannot_be_made_ends_it_early(
 ) -> None:
     assert run(model, "--steps", 1, "-o", model / "job") == 1
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_is_told_before_ranks_are_started(
+    model: Path, plan: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    problem = tmp_path / "problem.json"
+    save_problem(generate_problem(operators=4, precisions=2, devices=1, seed=0), problem)
+    words = (model, "--plan", plan, "--steps", 1, "-o", tmp_path / "job")
+    for ranks in ([], ["--ranks", "strong:1,weak:1"], ["--kind", "weak"]):
+        told = refused(capsys, *words, "--problem", problem, *ranks)
+        assert f"{plan}: problem: must be" in told
+    told = refused(capsys, *words, "--ranks", "strong:1,other:1")
+    assert "--ranks: must be of the plan's kinds (strong, weak), got 'other'" in told
+    assert not (tmp_path / "job").exists()
 
 
 def test_ranks_get_every_other_option() -> None:
