@@ -89,8 +89,8 @@ def run_build(arguments: argparse.Namespace) -> int:
     else:
         console.write(
             f"{problem.name}: {len(problem.operators)} operators at"
-            f" {', '.join(problem.precisions)}, {len(problem.buckets)} buckets,"
-            f" {len(problem.devices)} kinds",
+            f" {', '.join(problem.precisions)}, {console.counted(len(problem.buckets), 'bucket')},"
+            f" {console.counted(len(problem.devices), 'kind')}",
             *(f"warning: {text}" for text in warnings),
             f"wrote {arguments.output}",
         )

@@ -32,6 +32,11 @@ _LARGEST_LIST = 10
 _NOTHING = "-"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 bucket`, `2 buckets`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def one_line(text: str) -> str:
     """`text` on one line, with control characters escaped."""
     words = " ".join(text.split())

@@ -130,6 +130,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     """Train a model file with the precisions of a plan."""
     from qsync_opt.model_commands import require_torch
 
+    # The profiler's own log would stand between our lines; read when torch is loaded.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     require_torch()
     if arguments.ranks is not None:
         return _launch(arguments)

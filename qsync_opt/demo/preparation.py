@@ -161,7 +161,8 @@ def _built(
     """
     kinds = tuple(ClusterKind(name=device.kind) for device in machine.devices)
     problem = build_problem(graph, costs, table, Cluster(kinds=kinds), name=task.words)
-    text = f"{len(problem.precisions)} precisions, {len(problem.buckets)} buckets"
+    buckets = console.counted(len(problem.buckets), "bucket")
+    text = f"{len(problem.precisions)} precisions, {buckets}"
     if machine.device_type == "cpu":
         weak = problem.devices[1]
         budget, needed = _budget(problem, weak)

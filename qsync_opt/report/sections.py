@@ -82,7 +82,7 @@ def _plans(inputs: ReportInputs) -> Section:
     problem = inputs.problem
     text = [
         f"{len(problem.operators)} operators at {', '.join(problem.precisions)} on"
-        f" {_kinds(inputs)}; {len(problem.buckets)} gradient buckets."
+        f" {_kinds(inputs)}; {console.counted(len(problem.buckets), 'gradient bucket')}."
     ]
     if problem.provenance:
         text.append(f"Where the numbers come from: {problem.provenance.rstrip('.')}.")
