@@ -152,4 +152,6 @@ def _render(
             for row in differences[:_LISTED]
         ]
         parts.append(console.table(["operator", "predicted", "measured", "more"], listed))
+        if len(differences) > _LISTED:
+            parts.append(f"the {_LISTED} that differ most, of {len(differences)} operators")
     return parts

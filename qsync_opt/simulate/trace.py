@@ -136,7 +136,7 @@ def compare_traces(
 
 def _measured(path: Path, names: set[str], rank: int) -> dict[str, float]:
     """Seconds per step of the operators that a trace names, on one rank."""
-    where = path.name
+    where = str(path)
     if path.stat().st_size > _LARGEST_TRACE:
         raise FormatError(where, f"must be smaller than {_LARGEST_TRACE} bytes", "a larger file")
     try:
@@ -145,8 +145,11 @@ def _measured(path: Path, names: set[str], rank: int) -> dict[str, float]:
         events = data["traceEvents"] if isinstance(data, dict) else data
         complete = [event for event in events if event.get("ph") == "X"]
         processes = _processes(events)
-    except (ValueError, KeyError, TypeError, AttributeError, gzip.BadGzipFile, EOFError) as error:
-        raise FormatError(where, "must be a Chrome trace", str(error)) from None
+    except (ValueError, gzip.BadGzipFile, EOFError) as error:
+        raise FormatError(where, "must be complete, valid JSON", str(error)) from None
+    except (KeyError, TypeError, AttributeError):
+        rule = "must be a Chrome trace: a list of events, or an object with it in traceEvents"
+        raise FormatError(where, rule, "something else") from None
     if processes and rank not in processes:
         known = ", ".join(map(str, sorted(processes)))
         raise FormatError("rank", f"must be one of the measured trace's: {known}", rank)

@@ -134,6 +134,27 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
         compare_traces(problem, shown, path, rank=99)
 
 
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('{"graph": 1}', "must be a Chrome trace.*got 'something else'"),
+        ('{"traceEvents": [3]}', "must be a Chrome trace.*got 'something else'"),
+        ("[[]]", "must be a Chrome trace.*got 'something else'"),
+        ('{"traceEvents": [', "must be complete, valid JSON"),
+        ("", "must be complete, valid JSON"),
+    ],
+)
+def test_what_is_no_trace_is_named_with_its_file(text: str, rule: str, tmp_path: Path) -> None:
+    problem = tiny_problem(3)
+    rng = np.random.default_rng(3)
+    columns = [random_column(problem, device, rng) for device in problem.devices]
+    replayed = replay(problem, plan_from_columns(problem, columns))
+    path = tmp_path / "odd.json"
+    path.write_text(text)
+    with pytest.raises(FormatError, match=f"^{path}: {rule}"):
+        compare_traces(problem, replayed, path)
+
+
 def test_the_command_shows_writes_and_compares(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
