@@ -155,6 +155,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     sizes = parse_sizes(arguments.set or built)
     parameters = _parameters(arguments)
     is_first = os.environ.get("RANK", "0") == "0"
+    traced_at = _written_at(arguments.trace)
     with console.foreign_code(), _progress(is_first) as report:
         model, batch, loss = load_model(arguments.model, sizes)
         result = train(
@@ -174,6 +175,9 @@ def run_train(arguments: argparse.Namespace) -> int:
             console.write_json(_summary(result, arguments.output))
         else:
             console.write(*_lines(result, arguments.output))
+            if arguments.trace is not None:
+                is_new = _written_at(arguments.trace) != traced_at
+                console.write(f"{'wrote' if is_new else 'no step was left for'} {arguments.trace}")
     return EXIT_PLAN if result.status is TrainStatus.FINISHED else EXIT_INTERRUPTED
 
 
@@ -308,6 +312,11 @@ def _summary(result: TrainResult, folder: str | None) -> dict[str, object]:
         "checkpoint_step": result.checkpoint_step,
         "folder": folder,
     }
+
+
+def _written_at(path: str | None) -> int | None:
+    """When a file was written last, in nanoseconds; None where there is none."""
+    return Path(path).stat().st_mtime_ns if path is not None and Path(path).exists() else None
 
 
 def _lines(result: TrainResult, folder: str | None) -> list[str]:
