@@ -22,7 +22,7 @@ from qsync_opt.errors import PlanError
 from qsync_opt.runtime.casts import cast_floats
 from qsync_opt.runtime.functions import run_call
 from qsync_opt.runtime.layers import Patched
-from qsync_opt.runtime.session import OperatorSettings, OwnerMode, Session, Within
+from qsync_opt.runtime.session import OperatorSettings, OwnerMode, Session, Within, aside
 
 #: Kinds of functions that multiply matrices or look up rows.
 PRODUCTS = frozenset(
@@ -107,8 +107,8 @@ class CallMode(OwnerMode):
             settings = self._next(kind)
             if settings is None:
                 return func(*args, **named)
-            with Within(calls.session.scope, None):
-                return calls.session.run(run_call, func, kind, args, named, settings)
+            session = calls.session
+            return aside(session.scope, session.run, run_call, func, kind, args, named, settings)
         if kind in calls.fixed:
             args, named = cast_floats((args, named), torch.float32)
             return func(*args, **named)

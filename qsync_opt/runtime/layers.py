@@ -19,7 +19,7 @@ from torch.nn import functional
 from qsync_opt.precision import Precision
 from qsync_opt.runtime import operators
 from qsync_opt.runtime.casts import cast_floats
-from qsync_opt.runtime.session import OperatorSettings, Session, Within
+from qsync_opt.runtime.session import OperatorSettings, Session, aside
 
 #: The attribute of a converted module that holds what it was told.
 STATE = "_qsync_state"
@@ -75,10 +75,10 @@ class Layer(Patched):
         """As the class that it takes over, at the precision of the plan."""
         settings = self._qsync_state
         session = settings.session
-        if not session.tells_calls_apart or session.scope.owner is None:
+        if not session.tells_calls_apart:  # and the compiler need not look at the scope
             return session.run(self._run, input, settings)
-        with Within(session.scope, None):
-            return session.run(self._run, input, settings)
+        out: Tensor = aside(session.scope, session.run, self._run, input, settings)
+        return out
 
     def extra_repr(self) -> str:
         """What the layer says of itself, and the formats of its three products."""
@@ -164,11 +164,7 @@ class Fixed(Patched):
         """As the class that it takes over."""
         wide, named = cast_floats((args, kwargs), torch.float32)
         run = super().forward  # type: ignore[misc]
-        scope = self._qsync_state.scope
-        if scope.owner is None:
-            return run(*wide, **named)
-        with Within(scope, None):
-            return run(*wide, **named)
+        return aside(self._qsync_state.scope, run, *wide, **named)
 
 
 class Bystander(Patched):
@@ -179,11 +175,7 @@ class Bystander(Patched):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the class that it takes over."""
         run = super().forward  # type: ignore[misc]
-        scope = self._qsync_state.scope
-        if scope.owner is None:
-            return run(*args, **kwargs)
-        with Within(scope, None):
-            return run(*args, **kwargs)
+        return aside(self._qsync_state.scope, run, *args, **kwargs)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

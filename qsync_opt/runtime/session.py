@@ -92,8 +92,7 @@ class Within:
     """A context in which calls belong to `owner`; None: to nobody whose calls are told apart.
 
     The mode of the owner before is taken off meanwhile: it would cost the host some
-    microseconds for every function and attribute that modules inside make use of. Where nobody
-    owns the calls already, `Within(scope, None)` does nothing, and callers may leave it out.
+    microseconds for every function and attribute that modules inside make use of.
     """
 
     def __init__(self, scope: Scope, owner: object) -> None:
@@ -119,6 +118,14 @@ class Within:
         if self._mode is not None:
             _modes._push_mode(self._mode)
             self._mode = None
+
+
+def aside(scope: Scope, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run something whose calls belong to nobody; at once where nobody owns them already."""
+    if scope.owner is None:
+        return run(*args, **kwargs)
+    with Within(scope, None):
+        return run(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
