@@ -195,11 +195,13 @@ def load_plan_of(problem: AllocationProblem, path: str) -> PrecisionPlan:
         PlanError: the plan is not of the problem; says in which file it is.
     """
     from qsync_opt.files import load_plan, naming
-    from qsync_opt.optimize.evaluate import evaluate
+    from qsync_opt.optimize.buckets import chosen
+    from qsync_opt.optimize.evaluate import plan_columns
 
     plan = load_plan(path)
-    with naming(path):
-        evaluate(problem, plan)
+    with naming(path):  # what `evaluate` looks at first, and no more: it may come later
+        plan_columns(problem, plan)
+        chosen(problem.buckets, plan.communication)
     return plan
 
 

@@ -76,6 +76,7 @@ OPTION_OF = {
             "steps",
             "threads",
             "tightness",
+            "trace",
             "uniform",
         )
     },

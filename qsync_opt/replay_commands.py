@@ -41,7 +41,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     from qsync_opt.simulate.trace import compare_traces, save_trace
 
     if arguments.trace is not None:
-        require_json_name("--trace", arguments.trace)
+        require_json_name("trace", arguments.trace)
     check_targets(arguments.trace)
     problem = load_problem(arguments.problem)
     plan = load_plan_of(problem, arguments.plan)
