@@ -173,7 +173,10 @@ def build_layers() -> Path:
 
 def find_host_compiler() -> list[str] | None:
     """The C++ compiler that CXX names, with its options, or the first of the usual ones."""
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quotation mark without its partner
+        return None
     for name, *options in [named] if named else [["c++"], ["g++"], ["clang++"]]:
         found = shutil.which(name)
         if found is not None:

@@ -1,9 +1,10 @@
 """Gradients of ranks that share a GPU: averaged over gloo in the memory of the host.
 
 NCCL refuses such ranks, and gloo, given tensors of a GPU, copies them on streams that it keeps
-to itself. Before torch 2.11 DDP's reducer did not always wait for these streams and went on with
-gradients that were not there yet (pytorch issue 155714). Here every copy is waited for: the one
-to the host by a thread beside the backward, the one back by the stream that reads it.
+to itself. In releases of torch up to 2.10 at least, DDP's reducer did not always wait for these
+streams and went on with gradients that were not there yet (pytorch issue 155714). Here every
+copy is waited for: the one to the host by a thread beside the backward, the one back by the
+stream that reads it.
 """
 
 from __future__ import annotations

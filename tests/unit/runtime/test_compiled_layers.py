@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -225,9 +226,11 @@ def test_a_compiler_that_fails_is_told_and_not_asked_again(
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    with pytest.raises(KernelError, match="CXX names 'no-such-compiler -O2', which cannot be run"):
+@pytest.mark.parametrize("named", ["no-such-compiler -O2", "g++ -DNAME='x", "/"])
+def test_a_compiler_that_is_not_there_is_named(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", named)
+    words = re.escape(f"CXX names {named!r}, which cannot be run")
+    with pytest.raises(KernelError, match=words):
         build.build_layers()
 
 
