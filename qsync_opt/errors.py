@@ -130,10 +130,10 @@ class CaptureError(QsyncError, RuntimeError):
 
 
 class KernelError(QsyncError, RuntimeError):
-    """A GPU kernel could not be built, or the device refused its launch.
+    """A kernel could not be built, the device refused its launch, or its results are wrong.
 
     Args:
-        kernel: what was built or launched.
+        kernel: what was built, launched or checked.
         reason: what happened, in the tool's own words where there are any.
         remedy: what to do next.
     """

@@ -46,6 +46,7 @@ from qsync_opt.precision import HANDED_ON, Precision
 from qsync_opt.runtime.availability import available_precisions
 from qsync_opt.runtime.casts import half_dtype
 from qsync_opt.runtime.host_memory import keep_freed_memory
+from qsync_opt.runtime.product_check import require_right_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,7 @@ def measure(
     Raises:
         MeasureError: an operator that cannot be run even in fp32, or a graph for another type
             of device.
+        KernelError: the device multiplies wrong in one of the precisions.
         ParameterError: an unknown optimizer, a precision that is not available, or bits that
             nothing is sent at.
     """
@@ -185,6 +187,7 @@ class _Measurement:
         return costs
 
     def _run(self) -> DeviceCosts:
+        require_right_products(self._device, self._precisions)
         operators = self._survey.run()
         casts = self._casts()
         buckets, steps = self._buckets(), self._steps()

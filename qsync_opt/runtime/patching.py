@@ -23,6 +23,7 @@ from qsync_opt.runtime.convert import convert, revert
 from qsync_opt.runtime.distributed import Ranks
 from qsync_opt.runtime.layers import layer_of
 from qsync_opt.runtime.parameters import TrainParameters
+from qsync_opt.runtime.product_check import require_right_products
 
 
 class Patch:
@@ -53,6 +54,7 @@ class Patch:
         self._parameters = parameters
         self._ranks = ranks
         self._precisions: Mapping[str, Precision] = {}
+        self._checked: set[Precision] = set()
 
     @property
     def multiplies_fp16(self) -> bool:
@@ -67,6 +69,7 @@ class Patch:
 
         Raises:
             PlanError: see `convert`.
+            KernelError: the device multiplies wrong in a precision that is asked for.
         """
         parameters = self._parameters
         precisions: Mapping[str, Precision] = {}
@@ -77,6 +80,8 @@ class Patch:
             precisions = plan.for_device(self._kind)
         if precisions:
             self._convert(precisions)
+        elif parameters.autocast is not None:
+            require_right_products(self._ranks.device, [parameters.autocast])
 
     def exchange(self, plan: PrecisionPlan) -> None:
         """Take the precisions of another plan instead; where that fails, keep the old ones.
@@ -115,6 +120,9 @@ class Patch:
             self._precisions = {}
 
     def _convert(self, precisions: Mapping[str, Precision]) -> None:
+        new = set(precisions.values()) - self._checked
+        require_right_products(self._ranks.device, new)
+        self._checked |= new
         convert(
             self.model,
             precisions,

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,21 +158,27 @@ def test_two_ranks_on_gpus_of_their_own(tmp_path: Path) -> None:
 
 
 #: Ranks that a model is trained by: alone, two that share a GPU, and two with parts of it.
-RANKS = {"alone": "all:1", "shared": "strong:1,weak:1", "parts": "strong:1:mps=75,weak:1:mps=25"}
+RANKS = {"alone": "all:1", "shared": "strong:1,weak:1", "parts": "strong:1:mps=50,weak:1:mps=25"}
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    """NVIDIA's MPS runs inside."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        pytest.skip("there is no MPS daemon")
+    subprocess.run([control, "-d"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([control], input=b"quit\n", check=True)
 
 
 @pytest.fixture(params=list(RANKS))
 def ranks(request: pytest.FixtureRequest) -> Iterator[str]:
     name = str(request.param)
-    if name != "parts":
+    with sharing() if name == "parts" else nullcontext():
         yield RANKS[name]
-        return
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None:
-        pytest.skip("there is no MPS daemon")
-    subprocess.run([control, "-d"], check=True)
-    yield RANKS[name]
-    subprocess.run([control], input=b"quit\n", check=True)
 
 
 @pytest.mark.parametrize("model", ["resnet50.py batch_size=32", "bert.py batch_size=8 padded=0"])
@@ -194,6 +201,23 @@ def test_real_models_train_in_sixteen_bits(
     for name, losses in found.items():
         # A loss of 6 or 7, which six such steps hardly move, and rounding moves no further.
         assert losses == pytest.approx(found["fp32"], abs=0.3), name
+
+
+@pytest.mark.parametrize("percent", [20, 33, 50, 75])
+def test_a_part_of_a_gpu_trains_right_or_not_at_all(
+    percent: int, device: torch.device, tmp_path: Path
+) -> None:
+    """cuBLAS may leave out tiles there, and a user must not find it out by the loss."""
+    words = ["--ranks", f"all:1:mps={percent}", "--steps", "4", "--optimizer", "sgd"]
+    words += ["--learning-rate", "1e-4", *sets("- batch_size=8 padded=0 layers=4")]
+    with sharing():
+        expected = run_job(tmp_path / "fp32", "bert.py", ["--uniform", "fp32", *words], {})
+        done = start_job(tmp_path / "bf16", "bert.py", ["--uniform", "bf16", *words], {})
+    if done.returncode:
+        assert "products in bf16: " in done.stderr
+        assert f"another part of the GPU than {percent} %" in done.stderr
+    else:
+        assert losses_of(tmp_path / "bf16") == pytest.approx(expected, abs=0.1)
 
 
 def run_unequal(folder: Path, variables: dict[str, str]) -> list[float]:
@@ -219,18 +243,29 @@ def sets(model: str) -> list[str]:
     return [word for size in model.split()[1:] for word in ("--set", size)]
 
 
-def run_job(folder: Path, model: str, words: list[str], variables: dict[str, str]) -> list[float]:
-    """Losses of every step of `qsync-opt train` on a GPU, all ranks together."""
+def start_job(
+    folder: Path, model: str, words: list[str], variables: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """`qsync-opt train` on a GPU."""
     folder.mkdir(exist_ok=True)
     command = ["train", str(MODELS / model), "--device", "cuda", "-o", "job", *words]
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "qsync_opt.cli", *command],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **variables},
         timeout=300,
     )
+
+
+def run_job(folder: Path, model: str, words: list[str], variables: dict[str, str]) -> list[float]:
+    """Losses of every step of such a job, which ends well, all ranks together."""
+    done = start_job(folder, model, words, variables)
     assert done.returncode == 0, done.stderr
+    return losses_of(folder)
+
+
+def losses_of(folder: Path) -> list[float]:
     return global_losses(read_metrics(folder / "job"))
