@@ -46,6 +46,19 @@ _SIGNATURES = {
     "message_mean": "pliliipfp",
 }
 
+#: What launches nothing -> types of its arguments, all of them.
+_CALLS = {
+    "shared_make": "lpp",
+    "shared_free": "p",
+    "shared_open": "pp",
+    "shared_close": "p",
+    "event_make": "pp",
+    "event_open": "pp",
+    "event_free": "p",
+    "event_record": "pp",
+    "event_wait": "pp",
+}
+
 #: Launcher -> which of its arguments are tensors or None.
 _POINTERS = {
     name: tuple(place for place, letter in enumerate(spec) if letter == "p")
@@ -80,16 +93,31 @@ class Native:
         self._text = self._library.qsync_status_text
         self._text.argtypes, self._text.restype = [ctypes.c_int], ctypes.c_char_p
         self._functions = {
-            name: self._bind(name, spec)
+            name: self._bind(name, spec + "p")
             for name, spec in _SIGNATURES.items()
             if hasattr(self._library, f"qsync_{name}")  # some are for Hopper alone
         }
+        self._functions |= {name: self._bind(name, spec) for name, spec in _CALLS.items()}
 
     def _bind(self, name: str, spec: str) -> Any:
         function = getattr(self._library, f"qsync_{name}")
-        function.argtypes = [*(_TYPES[letter] for letter in spec), ctypes.c_void_p]
+        function.argtypes = [_TYPES[letter] for letter in spec]
         function.restype = ctypes.c_int
         return function
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call what launches no kernel, with the current device as it is.
+
+        Args:
+            name: of the function, without its prefix.
+            arguments: numbers, addresses, and what ctypes takes for pointers.
+
+        Raises:
+            KernelError: it was refused.
+        """
+        status = self._functions[name](*arguments)
+        if status:
+            raise KernelError(name, self._text(status).decode(), "See the driver's own messages.")
 
     def launch(self, name: str, device: torch.device, *arguments: Any) -> None:
         """Launch on the current stream of a device.

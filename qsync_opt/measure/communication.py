@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ from qsync_opt.measure.step import Loss, call_model, loss_of, split_batch
 from qsync_opt.plan import FULL_BITS
 from qsync_opt.runtime.bucket_bits import Uniform
 from qsync_opt.runtime.communication import communication_at
-from qsync_opt.runtime.host_reduction import HostReduction, goes_by_host
+from qsync_opt.runtime.host_reduction import goes_by_host
 from qsync_opt.runtime.quantized_comm import GradientHook
+from qsync_opt.runtime.shared_reduction import reduction_for
 from qsync_opt.runtime.two_phase import Exchange
 
 _FLOAT_BYTES = 4
@@ -125,8 +126,8 @@ def measure_all_reduce(
     for size in sizes:
         tensor = torch.ones(1, size // _FLOAT_BYTES, device=device)
         for bits, found in rows.items():
-            run = averaging_at(tensor, bits, group)
-            found.append(_time(run, device, group))
+            with averaging_at(tensor, bits, group) as run:
+                found.append(_time(run, device, group))
     times = {bits: np.array(found).T for bits, found in rows.items()}
     return AllReduceCosts(
         ranks=distributed.get_world_size(group),
@@ -245,24 +246,28 @@ class _OnlyBucket:
         return True
 
 
-def averaging_at(tensor: Tensor, bits: int, group: Any = None) -> Callable[[], object]:
+@contextmanager
+def averaging_at(tensor: Tensor, bits: int, group: Any = None) -> Iterator[Callable[[], object]]:
     """What averages a gradient in place, as training does at so many bits.
+
+    All ranks of the group enter and leave together.
 
     Args:
         tensor: fp32, [1, n]; at 32 bits it is added up, as by the all-reduce alone.
         bits: at which it is sent.
         group: None for the default group.
     """
-    if bits == FULL_BITS:
-        if goes_by_host(tensor, group):
-            reduction = HostReduction(group, tensor.device)
-            return lambda: reduction.average(tensor).wait()
-        return lambda: distributed.all_reduce(tensor, group=group)
-    holder = nn.ParameterList([nn.Parameter(tensor)])
-    sending = Uniform(communication=communication_at(bits))
-    hook = GradientHook(holder, sending, Exchange(group), seed=0)
-    bucket = _OnlyBucket(holder[0])
-    return lambda: hook.reduce(bucket).wait()
+    if bits == FULL_BITS and goes_by_host(tensor, group):
+        with closing(reduction_for(group, tensor.device)) as reduction:
+            yield lambda: reduction.average(tensor).wait()
+    elif bits == FULL_BITS:
+        yield lambda: distributed.all_reduce(tensor, group=group)
+    else:
+        holder = nn.ParameterList([nn.Parameter(tensor)])
+        sending = Uniform(communication=communication_at(bits))
+        bucket = _OnlyBucket(holder[0])
+        with closing(GradientHook(holder, sending, Exchange(group), seed=0)) as hook:
+            yield lambda: hook.reduce(bucket).wait()
 
 
 def _time(run: Callable[[], object], device: torch.device, group: Any) -> tuple[float, float]:

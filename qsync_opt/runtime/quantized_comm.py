@@ -24,7 +24,8 @@ from qsync_opt.errors import ParameterError
 from qsync_opt.runtime.bucket_bits import PlannedBits, Sending, Uniform
 from qsync_opt.runtime.bucket_codec import CODED_DTYPES, exempt_parameters, put, spans_of, take
 from qsync_opt.runtime.communication import Communication, ring_bytes
-from qsync_opt.runtime.host_reduction import HostReduction, goes_by_host
+from qsync_opt.runtime.host_reduction import Reduction, goes_by_host
+from qsync_opt.runtime.shared_reduction import reduction_for
 from qsync_opt.runtime.two_phase import Averaging, Exchange, Memory
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class GradientHook:
         self.change(sending)
         self._waiting: list[tuple[Iterator[Any], Any, Future[Tensor], Tensor]] = []
         self._streams: dict[torch.device, Any] = {}
-        self._reduction: HostReduction | None = None  # where whole buckets go by the host
+        self._reduction: Reduction | None = None  # where whole buckets go past the backend
         sizes = [p.numel() for p in model.parameters() if p.requires_grad]
         facts = [*sending.facts(), seed, len(sizes), *sizes]
         facts = [int(fact) & 0x7FFFFFFFFFFFFFFF for fact in facts]
@@ -280,7 +281,7 @@ class GradientHook:
         self.exchange.sent_bytes += ring_bytes(size_bytes, self.exchange.world)
         if goes_by_host(buffer, self.exchange.group):
             if self._reduction is None:
-                self._reduction = HostReduction(self.exchange.group, buffer.device)
+                self._reduction = reduction_for(self.exchange.group, buffer.device)
             return self._reduction.average(buffer, wire)
         future: Future[Tensor] = run(self.exchange.group, bucket)
         return future

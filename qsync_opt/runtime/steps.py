@@ -19,13 +19,14 @@ from qsync_opt.runtime.batches import Batches, MicroBatch
 from qsync_opt.runtime.bucket_bits import PlannedBits
 from qsync_opt.runtime.communication import parse_communication, ring_bytes
 from qsync_opt.runtime.distributed import Ranks
-from qsync_opt.runtime.host_reduction import HostReduction, goes_by_host, reduce_by_host
+from qsync_opt.runtime.host_reduction import Reduction, goes_by_host
 from qsync_opt.runtime.parameters import TrainParameters
 from qsync_opt.runtime.passes import Labels, Pass, leaving_no_trace
 from qsync_opt.runtime.quantized_comm import GradientHook, compress_gradients, send_at_bits
 from qsync_opt.runtime.quantized_sharding import QuantizedSharding
 from qsync_opt.runtime.scaling import LossScale
 from qsync_opt.runtime.sharded_model import ShardedModel
+from qsync_opt.runtime.shared_reduction import reduce_beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ class Stepper:
         self._ready: Any = None
         self._handle: Any = None
         self._bits = bits
-        self._reduction: HostReduction | None = None
+        self._reduction: Reduction | None = None
         self._ring_bytes = 0  # what DDP sends in a step where no hook counts it
         if sharded is not None:
             self.hook = sharded.sharding
@@ -133,7 +134,7 @@ class Stepper:
                 wanted = parse_communication(parameters.communication)
                 self.hook = compress_gradients(self._wrapped, wanted, seed=parameters.seed)
             if self.hook is None and goes_by_host(trained[0]):
-                self._reduction = reduce_by_host(self._wrapped, device)
+                self._reduction = reduce_beside(self._wrapped, device)
 
     def rehearse(self, step: int) -> None:
         """Run a step that changes nothing, before the first one.
@@ -175,7 +176,7 @@ class Stepper:
         if self._handle is not None:
             self._handle.remove()
         for part in (self._reduction, self.hook):
-            if isinstance(part, (HostReduction, GradientHook)):
+            if isinstance(part, (Reduction, GradientHook)):
                 part.close()
 
     def take(self, step: int) -> Taken:

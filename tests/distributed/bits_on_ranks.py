@@ -308,7 +308,8 @@ def law_of_casts(rank: int, world: int, folder: Path) -> None:
     own = sum(cast_power(g) for g in gradients) / world**2
     law = cast_variance(world, own, cast_power(mean.float()))
     found = gradients[rank].clone().view(1, -1)
-    averaging_at(found, 16)()
+    with averaging_at(found, 16) as average:
+        average()
     lost = float((found.double() - mean).square().sum())
     # The square of a rounding error varies by less than twice its mean, over `count` values.
     # Sums of few bits tie more often: up to a third more, as `gradient_noise` says.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.errors import ParameterError, TrainError
+from qsync_opt.errors import KernelError, ParameterError, TrainError
 from qsync_opt.runtime import two_phase
 from qsync_opt.runtime.bucket_codec import exempt_parameters
 from qsync_opt.runtime.communication import (
@@ -24,8 +26,14 @@ from qsync_opt.runtime.communication import (
     parse_communication,
     ring_bytes,
 )
-from qsync_opt.runtime.host_reduction import HostReduction, reduce_by_host
+from qsync_opt.runtime.host_reduction import HostReduction, Reduction
 from qsync_opt.runtime.quantized_comm import GradientHook, compress_gradients
+from qsync_opt.runtime.shared_reduction import (
+    SharedReduction,
+    reduce_beside,
+    reduction_for,
+    tell,
+)
 from qsync_opt.runtime.two_phase import Averaging, Exchange, Memory
 from tests.distributed.communication_on_ranks import WORLDS, Part, all_equal, counted
 from tests.low_precision import TinyGpt, language_loss, tokens
@@ -407,30 +415,108 @@ _SOME = (1, 2, 4)
 def by_the_host(rank: int, world: int, folder: Path) -> None:
     """Averages beside the backward are those of torch's own hooks, in every dtype on the wire."""
     with closing(HostReduction(None, torch.device("cpu"))) as reduction:
-        for wire in (None, torch.bfloat16, torch.float16):
-            values = _values(rank, 1000)
-            expected = values.clone().to(wire or torch.float32).div_(world)
-            distributed.all_reduce(expected)
-            # Several at once: none waits for the one before.
-            futures = [reduction.average(values.clone(), wire) for _ in range(3)]
-            for future in futures:
-                assert torch.equal(future.wait(), expected.float())
+        _averages(reduction, rank, world, [1000], distributed.all_reduce)
     models = [_models(), _models()]
     models[0][1].register_comm_hook(None, default_hooks.allreduce_hook)
-    reduction = reduce_by_host(models[1][1], torch.device("cpu"))
-    for _ in range(3):
-        for model, wrapped in models:
-            model.zero_grad(set_to_none=True)
-            torch.autograd.backward(language_loss(wrapped(_batch(rank)), _batch(rank)))
-        assert torch.equal(_flat(models[0][0]), _flat(models[1][0]))
-    reduction.close()
+    with closing(reduce_beside(models[1][1], torch.device("cpu"))):
+        for _ in range(3):
+            for model, wrapped in models:
+                model.zero_grad(set_to_none=True)
+                torch.autograd.backward(language_loss(wrapped(_batch(rank)), _batch(rank)))
+            assert torch.equal(_flat(models[0][0]), _flat(models[1][0]))
+
+
+def _averages(
+    reduction: Reduction, rank: int, world: int, sizes: list[int], add_up: Callable[[Tensor], Any]
+) -> None:
+    """Several at once, of which none waits for the one before, are to the bit what they are."""
+    for wire in (None, torch.bfloat16, torch.float16):
+        given = [_values(rank, size) * (1 + number) for number, size in enumerate(sizes * 3)]
+        futures = [reduction.average(values.clone(), wire) for values in given]
+        for values, future in zip(given, futures, strict=True):
+            expected = values.to(wire or torch.float32).div_(world)
+            add_up(expected)
+            found = future.wait()
+            assert all_equal(found)
+            assert torch.equal(found, expected.float())
+
+
+def _in_order(values: Tensor) -> None:
+    """The sum over ranks, one after the other."""
+    rows = [torch.empty_like(values) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(rows, values)
+    values.copy_(rows[0])
+    for row in rows[1:]:
+        values.add_(row)
+
+
+class FileBoard:
+    """Places in files that all ranks map, as a GPU's memory is shared; without its streams."""
+
+    def __init__(self, folder: Path, rank: int, group: object, size_bytes: int) -> None:
+        self._rank, self._group = rank, group
+        names = [folder / f"{size_bytes}-{r}" for r in range(distributed.get_world_size())]
+        self._places = [
+            [
+                torch.from_file(f"{name}-{place}", True, size_bytes, dtype=torch.uint8)
+                for place in range(2)
+            ]
+            for name in names
+        ]
+        self.reading = 0
+
+    def write(self, place: int, values: Tensor) -> None:
+        assert self.reading == 0
+        self._at(self._rank, place, values).copy_(values)
+
+    def read(self, place: int, like: Tensor) -> list[Tensor]:
+        self.reading += 1
+        time.sleep(0.003 * self._rank)  # the others are ahead, and write the next place
+        return [self._at(rank, place, like) for rank in range(len(self._places))]
+
+    def done(self, place: int) -> None:
+        self.reading -= 1
+
+    def close(self) -> None:
+        tell(self._group)
+
+    def _at(self, rank: int, place: int, like: Tensor) -> Tensor:
+        size = like.numel() * like.element_size()
+        return self._places[rank][place][:size].view(like.dtype).view(like.shape)
+
+
+def by_a_board(rank: int, world: int, folder: Path) -> None:
+    """Ranks that read each other's memory never read what is not there yet, or not any more."""
+    made: list[int] = []
+
+    def make_board(group: object, size_bytes: int) -> FileBoard:
+        made.append(size_bytes)
+        return FileBoard(folder, rank, group, size_bytes)
+
+    with closing(SharedReduction(None, torch.device("cpu"), make_board)) as reduction:
+        _averages(reduction, rank, world, [1000, 7, 300_000, 1], _in_order)
+        assert made == [2**20, 1_200_000]  # the first that does not fit makes a larger one
+        _averages(reduction, rank, world, [64], _in_order)
+
+
+def by_no_board(rank: int, world: int, folder: Path) -> None:
+    """Where memory cannot be shared, all ranks are told, and each goes by the host."""
+
+    def make_board(group: object, size_bytes: int) -> FileBoard:
+        raise KernelError("shared memory", "not here")
+
+    with pytest.raises(KernelError, match="not here"):
+        SharedReduction(None, torch.device("cpu"), make_board)
+    with closing(reduction_for(None, torch.device("cpu"))) as reduction:
+        assert isinstance(reduction, HostReduction)
+        distributed.barrier()
 
 
 def by_the_host_in_vain(rank: int, world: int, folder: Path) -> None:
     """What the network says comes out of the backward that waits for it."""
     model, wrapped = _models()
     real = distributed.all_reduce
-    with closing(reduce_by_host(wrapped, torch.device("cpu"))):
+    with closing(reduce_beside(wrapped, torch.device("cpu"))):
 
         def broken(*_: object, **__: object) -> None:
             raise RuntimeError("gloo: connection closed by peer")
@@ -458,4 +544,6 @@ PARTS: dict[str, tuple[Part, tuple[int, ...]]] = {
     "agreement": (agreement, (2, 4)),
     "by the host": (by_the_host, (2, 3)),
     "by the host, in vain": (by_the_host_in_vain, (2,)),
+    "by a board": (by_a_board, (2, 3)),
+    "by no board": (by_no_board, (2,)),
 }

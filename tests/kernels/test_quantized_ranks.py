@@ -7,6 +7,8 @@ GPU for each.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -18,9 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
+from qsync_opt.kernels.native import Native
 from qsync_opt.runtime.communication import parse_communication
 from qsync_opt.runtime.quantized_comm import compress_gradients
 from qsync_opt.runtime.quantized_sharding import quantize_sharding
+from qsync_opt.runtime.shared_reduction import SharedReduction, reduce_beside, reduction_for
 
 
 def _model() -> nn.Sequential:
@@ -87,20 +91,63 @@ def _check(rank: int, world: int, port: int, backend: str) -> None:
     distributed.destroy_process_group()
 
 
-def _start(count: int, backend: str) -> None:
+def _check_shared(rank: int, world: int, port: int) -> None:
+    """Averages in shared memory while the GPU is busy, so that a missing wait would be seen."""
+    torch.cuda.set_device(0)
+    distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
+    device = torch.device("cuda", 0)
+    busy = torch.randn(2048, 2048, device=device)
+    with closing(reduction_for(None, device)) as reduction:
+        assert isinstance(reduction, SharedReduction)
+        for step in range(20):
+            generators = [torch.Generator(device).manual_seed(100 * step + r) for r in range(world)]
+            for wire in (torch.float32, torch.bfloat16, torch.float16):
+                pending = []
+                for size in (1000, 1, 3_000_000, 700_001):
+                    parts = [torch.randn(size, device=device, generator=g) for g in generators]
+                    expected = parts[0].to(wire).div_(world)
+                    for part in parts[1:]:
+                        expected = expected + part.to(wire).div_(world)
+                    for _ in range(5 * rank):  # one rank is late, and in the middle of work
+                        busy = torch.tanh(busy @ busy)
+                    future = reduction.average(parts[rank].clone(), wire)
+                    pending.append((future, expected.float()))
+                for future, wanted in pending:
+                    assert torch.equal(future.wait(), wanted)
+    # Through DDP, against a backward that waits for everything.
+    wrapped = DistributedDataParallel(_model(), device_ids=[0], bucket_cap_mb=0.3)
+    model = _model()
+    with closing(reduce_beside(wrapped, device)) as reduction:
+        assert isinstance(reduction, SharedReduction)
+        for _ in range(3):
+            found = _backward(wrapped, rank)
+            expected = sum(_backward(model, r) for r in range(world)) / world  # type: ignore[assignment]
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    distributed.destroy_process_group()
+
+
+def _start(count: int, check: Callable[..., None], *rest: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(_check, (count, port, backend), nprocs=count)  # type: ignore[no-untyped-call]
+    spawn(check, (count, port, *rest), nprocs=count)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.gpu
 def test_ranks_that_share_a_gpu(device: torch.device) -> None:
-    _start(2, "gloo")
+    _start(2, _check, "gloo")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_share_a_gpu_average_in_its_memory(world: int, kernels: Native) -> None:
+    _start(world, _check_shared)
 
 
 @pytest.mark.multi_gpu
 def test_ranks_on_gpus() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    _start(torch.cuda.device_count(), "nccl")
+    _start(torch.cuda.device_count(), _check, "nccl")

@@ -40,6 +40,7 @@ LAYERS = (
         "kernels.native",
         "kernels.host_library",
     ),
+    ("kernels.shared_memory",),
     ("kernels.bucket_reference",),
     ("kernels.launch",),
     ("kernels.products", "kernels.bucket_launch"),
@@ -48,7 +49,7 @@ LAYERS = (
     # layers
     ("runtime.fp32", "runtime.host_memory"),
     ("runtime.arithmetic", "runtime.availability", "runtime.casts"),
-    ("runtime.products",),
+    ("runtime.products", "runtime.product_check"),
     ("runtime.batched", "runtime.convolutions", "runtime.session"),
     ("runtime.operators",),
     ("runtime.functions", "runtime.layers"),
@@ -61,6 +62,7 @@ LAYERS = (
     ("runtime.agreement", "runtime.scaling", "runtime.state", "runtime.launch"),
     # what ranks send
     ("runtime.communication", "runtime.levels", "runtime.host_reduction"),
+    ("runtime.shared_reduction",),
     ("runtime.bucket_bits", "runtime.bucket_codec"),
     ("runtime.fsdp_collectives", "runtime.shards", "runtime.two_phase"),
     ("runtime.quantized_comm", "runtime.quantized_sharding"),

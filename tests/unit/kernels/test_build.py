@@ -23,15 +23,19 @@ LETTERS = (
 )
 
 
-def declared() -> dict[str, str]:
-    """Launcher -> letters of its parameters, read from the CUDA sources."""
-    found = {}
+def declared() -> tuple[dict[str, str], dict[str, str]]:
+    """Letters of the parameters of launchers and of other calls, read from the CUDA sources."""
+    launchers: dict[str, str] = {}
+    calls: dict[str, str] = {}
     for path in build.sources_folder().glob("*.cu"):
         for name, inside in re.findall(r"QSYNC_API int qsync_(\w+)\(([^)]*)\)", path.read_text()):
             parameters = [" ".join(part.split()) for part in inside.split(",")]
-            assert parameters.pop() == "cudaStream_t stream", name
+            found = calls
+            if parameters[-1] == "cudaStream_t stream":
+                parameters.pop()
+                found = launchers
             found[name] = "".join(letter_of(parameter) for parameter in parameters)
-    return found
+    return launchers, calls
 
 
 def letter_of(parameter: str) -> str:
@@ -43,7 +47,7 @@ def letter_of(parameter: str) -> str:
 
 
 def test_python_calls_every_launcher_with_the_types_it_declares() -> None:
-    assert declared() == native._SIGNATURES
+    assert declared() == (native._SIGNATURES, native._CALLS)
 
 
 def test_element_types_and_schemes_have_the_numbers_of_the_sources() -> None:
