@@ -101,15 +101,14 @@ void remember(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const
 
 Facts recall(const AutogradContext* ctx) { return Facts(ctx->saved_data.at("facts").toIntVector()); }
 
-// As `once_differentiable` in Python: gradients are numbers, and asking for theirs is an error.
-variable_list once(variable_list gradients, const variable_list& given) {
-  const auto asks = [](const Tensor& grad) { return grad.defined() && grad.requires_grad(); };
-  if (!at::GradMode::is_enabled() || std::none_of(given.begin(), given.end(), asks)) return gradients;
+// Gradients are numbers, and asking for theirs is an error, whatever the gradient that was given: see `once.py`.
+variable_list once(variable_list gradients) {
+  if (!at::GradMode::is_enabled()) return gradients;
   for (auto& grad : gradients)
     if (grad.defined()) grad = grad.detach().set_requires_grad(true);
   const auto count = static_cast<int64_t>(gradients.size());
   const auto error = std::make_shared<torch::autograd::DelayedError>(
-      "trying to differentiate twice a layer that is differentiable once", count);
+      "trying to differentiate twice a layer that is differentiable once; run it in fp32", count);
   return (*error)(std::move(gradients));
 }
 
@@ -141,7 +140,7 @@ struct FloatLinear : torch::autograd::Function<FloatLinear> {
       if (facts.has_bias() && ctx->needs_input_grad(2))
         grad_bias = as_dtype(rows.sum(0, false, at::kFloat), facts.bias);
     }
-    return once({grad_x, grad_weight, grad_bias, Tensor()}, grads);
+    return once({grad_x, grad_weight, grad_bias, Tensor()});
   }
 };
 
@@ -195,7 +194,7 @@ struct FloatConv2d : torch::autograd::Function<FloatConv2d> {
       if (facts.has_bias() && ctx->needs_input_grad(2))
         grad_bias = as_dtype(grads[0].sum({0, 2, 3}, false, at::kFloat), facts.bias);
     }
-    return once({grad_x, grad_weight, grad_bias, {}, {}, {}, {}, {}}, grads);
+    return once({grad_x, grad_weight, grad_bias, {}, {}, {}, {}, {}});
   }
 };
 

@@ -61,6 +61,7 @@ CASES: list[Case] = [
     ("one row", lambda: nn.Linear(100, 30), (1, 100)),
     ("vector", lambda: nn.Linear(64, 16), (64,)),
     ("no bias", lambda: nn.Linear(33, 65, bias=False), (16, 33)),
+    ("one input", lambda: nn.Linear(1, 7), (9, 1)),
     ("one output", lambda: nn.Linear(80, 1), (40, 80)),
     ("plain", lambda: nn.Conv2d(5, 7, 3), (2, 5, 9, 8)),
     ("stride", lambda: nn.Conv2d(8, 16, 3, stride=(2, 1), padding=1), (2, 8, 9, 8)),

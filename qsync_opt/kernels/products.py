@@ -66,7 +66,7 @@ def int8_matmul(
     """As `reference.int8_matmul`, by the fastest implementation for the shape."""
     arguments = (a, b, a_scale, b_scale, bias, out_dtype)
     (rows, depth), columns = a.shape, b.shape[0]
-    if 0 in (rows, columns, depth):
+    if 0 in (rows, columns, depth) or depth > reference.INT8_DEPTH:
         return reference.int8_matmul(*arguments)
 
     def run(name: str) -> Tensor:
@@ -103,7 +103,8 @@ def int8_conv2d(
 ) -> Tensor:
     """As `reference.int8_conv2d`, by the fastest implementation for the shape."""
     rest = (x_scale, weight_scale, bias, stride, padding, dilation, groups, out_dtype)
-    if 0 in (*x.shape, *weight.shape) or groups > _MOST_GROUPS:
+    is_long = weight[:1].numel() > reference.INT8_DEPTH
+    if 0 in (*x.shape, *weight.shape) or groups > _MOST_GROUPS or is_long:
         return reference.int8_conv2d(x, weight, *rest)
 
     def run(name: str) -> Tensor:

@@ -28,6 +28,9 @@ from qsync_opt.kernels.rounding import RandomKey, Rounding, round_to_integer
 #: Largest code. Symmetric, so -128 is not used and negation is exact.
 INT8_MAX = 127
 
+#: Terms of a product of int8 that an int32 is sure to hold; longer sums take float64.
+INT8_DEPTH = (2**31 - 1) // 128**2
+
 #: Format -> (dtype, largest value, bits of the mantissa, exponent of the smallest normal).
 FP8_FORMATS = {
     "e4m3": (torch.float8_e4m3fn, 448.0, 3, -6),
@@ -118,7 +121,7 @@ def int8_matmul(
 ) -> Tensor:
     """(a @ b.T) * a_scale * b_scale.T + bias, the products summed exactly.
 
-    The sum is an int32 for K <= 133,144. Scales and bias apply in float32, in that order.
+    Scales and bias apply in float32, in that order.
 
     Args:
         a: int8 [M, K]; any sizes, 0 included.
@@ -217,8 +220,10 @@ def _scaled_product(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if a.device.type == "cpu" and a.dtype is torch.int8:
-        product = torch._int_mm(a, b.t())  # exact too, and several times faster
+    is_int8 = a.dtype is torch.int8 and a.shape[1] <= INT8_DEPTH
+    # Exact too, and several times faster; of matrices with one column it reads the strides wrong.
+    if is_int8 and a.device.type == "cpu" and a.shape[1] > 1:
+        product = torch._int_mm(a, b.t())
     else:
         product = a.to(torch.float64) @ b.to(torch.float64).t()
     out = product.to(torch.float32) * a_scale * b_scale.t()

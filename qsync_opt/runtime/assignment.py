@@ -16,14 +16,19 @@ from qsync_opt.runtime.availability import available_precisions, supported_preci
 from qsync_opt.runtime.calls import CallOwner, ModuleCalls
 from qsync_opt.runtime.layers import (
     STATE,
+    UNFUSED,
     Bystander,
     Fixed,
+    FollowingPReLU,
     Patched,
+    Unfused,
     derived_class,
     layer_of,
 )
 from qsync_opt.runtime.session import OperatorSettings, Session
 from qsync_opt.runtime.targets import Flow, Names, Target, fixed_by_default
+
+_OTHER_DEVICE = "Plan for this device, move the model to its own first, or pass emulate=True."
 
 
 @dataclass(kw_only=True)
@@ -78,7 +83,15 @@ class Assignment:
             return
         layer = layer_of(module) if target.kind is None else None
         kind = target.kind or (layer.kind if layer else target.function)
+        if kind is None and isinstance(module, nn.RNNBase):
+            kind = module.mode.lower()
         self._require_precision(name, precision, kind, module)
+        if isinstance(module, nn.RNNBase):
+            # It compares the dtypes of inputs and weights before it calls what multiplies.
+            self.fixed.add(module)
+            planned = self.calls.setdefault(module, _Calls()).planned
+            planned.setdefault(target.kind or kind or "", {})[target.number] = None
+            return
         settings = OperatorSettings(
             name=name,
             precision=precision,
@@ -121,7 +134,7 @@ class Assignment:
         for path, module in self.names.modules.items():
             wanted = path in expected and path not in ignore and module not in inner
             if wanted and layer_of(module) is not None and module not in self.layers:
-                _missing(path)
+                _missing(path or "model")
         if graph is not None:
             for index in graph.adjustable:
                 operator = graph.operators[index]
@@ -139,8 +152,8 @@ class Assignment:
         """Change the classes of modules."""
         owners = {module: calls for module, calls in self.calls.items() if calls.does_something}
         self.session.tells_calls_apart = bool(owners)
+        told = {*self.layers, *self.calls, *self.named}
         if self.lowers and self.flow is None:
-            told = {*self.layers, *self.calls, *self.named}
             modules = self.names.modules.values()
             self.fixed |= {m for m in modules if fixed_by_default(m) and m not in told}
         paths = {module: path for path, module in reversed(self.names.modules.items())}
@@ -155,6 +168,10 @@ class Assignment:
                 _take_over(module, CallOwner, self._module_calls(path, owners[module]))
             elif module in self.fixed:
                 _take_over(module, Fixed, self.session)
+            elif self.lowers and type(module).forward is nn.PReLU.forward:
+                _take_over(module, FollowingPReLU, self.session)
+            elif isinstance(module, UNFUSED) and not told.isdisjoint(module.modules()):
+                _take_over(module, Unfused, self.session)
             elif module in inside and type(module).forward is not nn.Module.forward:
                 _take_over(module, Bystander, self.session)
 
@@ -175,7 +192,7 @@ class Assignment:
             return
         if self.flow is not None and self.flow.becomes_fp32(name):
             return
-        if target.kind is None:
+        if target.kind is None or isinstance(module, nn.RNNBase):
             self.fixed.add(module)
         else:
             self.calls.setdefault(module, _Calls()).fixed.add(target.kind)
@@ -213,7 +230,7 @@ class Assignment:
         available = available_precisions(device)
         if precision not in available:
             rule = f"must be one of {listed(available)}, which is what {device} has"
-            raise PlanError(name, rule, precision, "Plan for this device, or pass emulate=True.")
+            raise PlanError(name, rule, precision, _OTHER_DEVICE)
 
     def _is_told(self, name: str, path: str, ignore: set[str]) -> bool:
         module = self.names.modules[path]

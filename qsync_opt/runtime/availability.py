@@ -15,6 +15,9 @@ _EIGHT_BIT_KINDS = frozenset(
     {"linear", "conv2d", "embedding", "matmul", "mm", "bmm", "addmm", "baddbmm"}
 )
 
+#: Kinds that read their weights where no precision can be put.
+_FP32_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+
 
 def available_precisions(device: torch.device | str) -> frozenset[Precision]:
     """The precisions that a device computes in hardware, never by emulation.
@@ -56,4 +59,6 @@ def supported_precisions(kind: str) -> frozenset[Precision]:
     Args:
         kind: name of the function, for example `linear` or `scaled_dot_product_attention`.
     """
+    if kind in _FP32_KINDS:
+        return frozenset({Precision.FP32})
     return _ALL if kind in _EIGHT_BIT_KINDS else _FLOATS

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from qsync_opt.kernels import library as kernels
 from qsync_opt.runtime import arithmetic
 from qsync_opt.runtime.fp32 import as_dtype
+from qsync_opt.runtime.once import once
 from qsync_opt.runtime.products import GRADIENT, INPUT, WEIGHT, Draw, rounding_of
 
 
@@ -42,7 +42,7 @@ class CodedMatmul(Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for a and b."""
         a_codes, a_scale, b_codes, b_scale = ctx.saved_tensors

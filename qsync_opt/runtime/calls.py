@@ -10,18 +10,20 @@ of its module is not seen; checkpoint the module instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from qsync_opt.errors import PlanError
 from qsync_opt.runtime.casts import cast_floats
 from qsync_opt.runtime.functions import run_call
-from qsync_opt.runtime.layers import Patched
+from qsync_opt.runtime.layers import Patched, without_fast_path
 from qsync_opt.runtime.session import OperatorSettings, OwnerMode, Session, Within, aside
 
 #: Kinds of functions that multiply matrices or look up rows.
@@ -41,6 +43,9 @@ _HOMES: tuple[Any, ...] = (torch, torch.Tensor, functional, torch._C._nn, torch.
 
 #: Python functions of torch whose calls inside are operators of the module that calls them.
 _OPENED = frozenset({"multi_head_attention_forward"})
+
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,12 @@ class CallOwner(Patched):
         """As the class that it takes over."""
         calls = self._qsync_state
         run = super().forward  # type: ignore[misc]  # the compiler cannot do this in a mode
-        with Within(calls.session.scope, calls), CallMode(calls):
+        fused = isinstance(self, nn.MultiheadAttention)
+        with (
+            without_fast_path() if fused else _NOTHING,
+            Within(calls.session.scope, calls),
+            CallMode(calls),
+        ):
             return run(*args, **kwargs)
 
 

@@ -52,8 +52,10 @@ def require_input(x: Tensor, operator: str) -> None:
     """Refuse what no precision reads.
 
     Raises:
-        ParameterError: neither fp32, bf16 nor fp16.
+        ParameterError: neither fp32, bf16 nor fp16, or a single number.
     """
+    if x.dim() == 0:
+        raise ParameterError(f"input of {operator}", "must have dimensions", tuple(x.shape))
     if x.dtype not in INPUT_DTYPES:
         rule = "must have dtype float32, bfloat16 or float16"
         remedy = "Precisions start from fp32; cast the input, or revert the model."
@@ -90,7 +92,9 @@ class CastCache:
     """Casts of tensors by identity, version and stream.
 
     A tensor that was written in place, and a reader on another CUDA stream, get a new cast;
-    so does everything under torch.compile, which finds common parts by itself.
+    so does everything under torch.compile, which finds common parts by itself. Only what an
+    operator that is differentiated has made is shared: what the caller hands in may be a buffer
+    that is filled anew in ways that no version tells (`dist.recv`, NumPy, `.data`).
     """
 
     def __init__(self) -> None:
@@ -109,7 +113,8 @@ class CastCache:
             make: makes it.
             hold: it until the next one is asked for; False where no other reader will come.
         """
-        if torch.compiler.is_compiling() or x.is_inference():
+        if torch.compiler.is_compiling() or x.grad_fn is None or torch.is_inference_mode_enabled():
+            self._latest = None
             return make()
         stream = stream_of(x.device.index) if x.is_cuda else 0
         place = (id(x), stream, key)

@@ -64,6 +64,7 @@ def convert(
             plan lacks, or a precision that the operator or the device does not have.
         ParameterError: a model that is converted already, or parameters that are not fp32.
     """
+    _check_options(model, rounding, seed, ignore)
     precisions = _checked(plan)
     names = Names(model, graph)
     _require_plain(names)
@@ -142,12 +143,26 @@ def sessions_of(model: nn.Module) -> tuple[Session, ...]:
     return tuple(found.values())
 
 
+def _check_options(model: object, rounding: object, seed: object, ignore: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ParameterError("model", "must be a module", type(model).__name__)
+    if not isinstance(rounding, Rounding):
+        rule = f"must be one of {', '.join(f'Rounding.{item.name}' for item in Rounding)}"
+        raise ParameterError("rounding", rule, rounding)
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ParameterError("seed", "must be an integer of 64 bits", seed)
+    if isinstance(ignore, str):
+        raise ParameterError("ignore", "must be a collection of names", ignore)
+
+
 def _checked(plan: object) -> dict[str, Precision]:
     if not isinstance(plan, Mapping) or not plan:
         rule = "must map operator names to precisions"
         raise PlanError("plan", rule, plan, "Use PrecisionPlan.for_device(kind).")
     precisions = {}
     for name, value in plan.items():
+        if not isinstance(name, str):
+            raise PlanError("plan", "must have names of operators as keys", name)
         try:
             precisions[name] = Precision(value)
         except ValueError:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from qsync_opt.kernels import library as kernels
 from qsync_opt.runtime import arithmetic
 from qsync_opt.runtime.fp32 import Window, as_dtype
+from qsync_opt.runtime.once import once
 from qsync_opt.runtime.products import GRADIENT, WEIGHT, Draw, rounding_of
 
 
@@ -77,7 +77,7 @@ class FloatConv2d(Function):
             return arithmetic.conv2d(operand, as_dtype(weight, dtype), cast_bias, window, tf32=tf32)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x, weight and bias."""
         operand, weight = ctx.saved_tensors
@@ -130,7 +130,7 @@ class Int8Conv2d(Function):
             return laid_out(out, x, weight)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x, weight and bias."""
         codes, scale, weight = ctx.saved_tensors
@@ -167,20 +167,23 @@ class Fp8Conv2d(Function):
         draw: Draw,
     ) -> Tensor:
         """See the class; `codes` e4m3 [N * H * W, C] and `scale` [] are x."""
-        ctx.window, ctx.half, ctx.draw = window, half, draw
+        ctx.window, ctx.draw = window, draw
+        # Sums of codes, which scales make small only later, are too large for fp16.
+        ctx.half = torch.float32 if half is torch.float16 else half
         _remember(ctx, x, weight, bias)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         kept = (codes, scale) if needs_weight else (None, None)
         ctx.save_for_backward(*kept, weight if needs_x else None)
         with arithmetic.without_autocast(x.device.type):
             weight_codes, weight_scale = _fp8_weight(ctx, weight)
-            operand = from_channel_rows(codes.to(half), x.shape)
+            operand = from_channel_rows(codes.to(ctx.half), x.shape)
             out = arithmetic.conv2d(operand, weight_codes, None, window) * (scale * weight_scale)
+            out = as_dtype(out, half)
             out = out if bias is None else out + as_dtype(bias, half).view(-1, 1, 1)
             return laid_out(out, x, weight)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x, weight and bias."""
         codes, scale, weight = ctx.saved_tensors
@@ -220,7 +223,7 @@ class PointwiseWeight(Function):
         return weight.flatten(1)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """The gradient for the weight."""
         return _strided(grad.view(ctx.weight_shape), ctx)

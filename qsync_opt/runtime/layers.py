@@ -9,6 +9,8 @@ classes are made as they are needed and know how to be copied and pickled.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from qsync_opt.errors import ParameterError
 from qsync_opt.precision import Precision
 from qsync_opt.runtime import operators
 from qsync_opt.runtime.casts import cast_floats
@@ -115,6 +118,9 @@ class Conv2dLayer(Layer):
     base = nn.Conv2d
 
     def _run(self: Any, x: Tensor, settings: OperatorSettings) -> Tensor:
+        if x.dim() not in (3, 4):
+            rule = "must have the shape [N, C, H, W] or [C, H, W]"
+            raise ParameterError(f"input of {settings.name}", rule, tuple(x.shape))
         images = x.unsqueeze(0) if x.dim() == 3 else x
         if self.padding_mode == "zeros":
             images, zeros = operators.pad_for(images, self.padding, self.kernel_size, self.dilation)
@@ -176,6 +182,49 @@ class Bystander(Patched):
         """As the class that it takes over."""
         run = super().forward  # type: ignore[misc]
         return aside(self._qsync_state.scope, run, *args, **kwargs)
+
+
+class FollowingPReLU(Patched):
+    """Takes over `nn.PReLU`: torch's own does not multiply a 16-bit input by an fp32 slope."""
+
+    _qsync_state: Session
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """As the class that it takes over, in the dtype of the input, as under autocast."""
+        slope = self.weight.to(input.dtype)
+        out: Tensor = aside(self._qsync_state.scope, functional.prelu, input, slope)
+        return out
+
+
+class Unfused(Bystander):
+    """Takes over a module of torch that, when it is not trained, would skip the layers inside.
+
+    Torch then calls one function for a whole block, with the fp32 weights of its layers.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the class that it takes over."""
+        with without_fast_path():
+            return super().forward(*args, **kwargs)
+
+
+#: Those modules; `nn.MultiheadAttention` does the same with its own weights.
+UNFUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Torch's fused attention is off inside, for the whole process: elsewhere it costs time."""
+    setting: Any = torch.backends.mha
+    before = setting.get_fastpath_enabled()
+    if not before or torch.compiler.is_compiling():
+        yield
+        return
+    setting.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        setting.set_fastpath_enabled(before)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

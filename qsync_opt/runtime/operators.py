@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from qsync_opt.errors import ParameterError
 from qsync_opt.kernels import library as kernels
 from qsync_opt.kernels.host_library import CompiledLayers, compiled_layers
 from qsync_opt.precision import Precision
@@ -52,6 +53,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, settings: OperatorSet
     """
     require_input(x, settings.name)
     precision = settings.precision
+    if precision.output is not precision.storage and x.shape[-1] != weight.shape[1]:
+        rule = f"must have {weight.shape[1]} features in its last dimension"
+        raise ParameterError(f"input of {settings.name}", rule, tuple(x.shape))
     if precision is Precision.INT8:
         rounding, key = rounding_of(settings.input_draw(), INPUT)
         codes, scale = settings.shared(
@@ -68,7 +72,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, settings: OperatorSet
         )
         half = half_dtype(x.device)
         return _apply(Fp8Linear, x, weight, bias, *parts, half, settings.draw())
-    if _is_plain(x, precision, MATMUL):
+    if _is_plain(x, weight, precision, MATMUL):
         return functional.linear(x, weight, bias)
     cast = _float_cast(x, settings)
     compiled = _compiled_for(x if cast is None else cast, precision, MATMUL)
@@ -119,7 +123,7 @@ def conv2d(
         half = half_dtype(x.device)
         return _apply(function, x, weight, bias, *parts, half, window, settings.draw())
     # Where a size is 1, torch's weight gradient has other strides than the weight.
-    if 1 not in weight.shape and _is_plain(x, precision, CONVOLUTION):
+    if 1 not in weight.shape and _is_plain(x, weight, precision, CONVOLUTION):
         return functional.conv2d(x, weight, bias, *window)
     cast = _float_cast(x, settings)
     compiled = _compiled_for(x if cast is None else cast, precision, CONVOLUTION)
@@ -224,9 +228,11 @@ def _flags_are_set(x: Tensor, precision: Precision, product: str) -> bool:
     return not needs_flags(x.device.type, is_tf32, product)
 
 
-def _is_plain(x: Tensor, precision: Precision, product: str) -> bool:
+def _is_plain(x: Tensor, weight: Tensor, precision: Precision, product: str) -> bool:
     """Whether torch's own function does the same, for a third of the host's time."""
-    if x.dtype is not torch.float32 or precision not in (Precision.FP32, Precision.TF32):
+    if precision not in (Precision.FP32, Precision.TF32):
+        return False
+    if not x.dtype is weight.dtype is torch.float32:  # FSDP can hand over 16-bit weights
         return False
     if not _flags_are_set(x, precision, product):
         return False

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from qsync_opt.kernels import library as kernels
 from qsync_opt.kernels.rounding import RandomKey, Rounding
 from qsync_opt.runtime import arithmetic
 from qsync_opt.runtime.fp32 import as_dtype
+from qsync_opt.runtime.once import once
 
 #: Rounding, seed, step and tensor: how an operator rounds, in a form that graphs can carry.
 Draw = tuple[int, int, int, int]
@@ -73,7 +73,7 @@ class FloatLinear(Function):
         return _like_input(out, x)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x, weight and bias."""
         operand, weight = ctx.saved_tensors
@@ -119,7 +119,7 @@ class Int8Linear(Function):
         return _like_input(out, x)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x, weight and bias."""
         codes, scale, weight = ctx.saved_tensors
@@ -166,7 +166,7 @@ class Fp8Linear(Function):
         return _like_input(out, x)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x, weight and bias."""
         codes_transposed, scale, weight = ctx.saved_tensors

@@ -47,11 +47,16 @@ _FIXED_MODULES = (
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.KLDivLoss, nn.BCEWithLogitsLoss),
 )
 
+#: Modules of torch that multiply by fp32 weights and are no layers here, nor hold any.
+_WEIGHTED_MODULES = (
+    *(nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Conv1d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
 #: Modules of torch that multiply and are no layers here; every other one multiplies nothing.
 _PRODUCT_MODULES = (
-    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase),
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention, nn.Transformer),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *_WEIGHTED_MODULES,
+    *(nn.Linear, nn.Conv2d, nn.Embedding, nn.EmbeddingBag, nn.Transformer),
     *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
 )
 
@@ -101,7 +106,7 @@ class Names:
                 rule = "must be an operator of the graph"
                 raise PlanError(name, rule, name, self._nearest(name))
             return self._of_graph(self.graph.operators[index])
-        if name in self.modules and name:
+        if name in self.modules and (name or layer_of(self.modules[name]) is not None):
             role = self._role_of_module(self.modules[name], precision)
             return Target(path=name, kind=None, number=0, role=role)
         parts = name.split(".")
@@ -130,6 +135,8 @@ class Names:
             raise PlanError(operator.name, rule, path, remedy)
         rest = operator.name.removeprefix(path).removeprefix(".") if path else operator.name
         call = _CALL.fullmatch(rest)
+        if self._is_root_layer(path, operator.kind):
+            return Target(path=path, kind=None, number=0, role=operator.role)
         if not rest or rest.isdigit() or call is None:
             return Target(
                 path=path, kind=None, number=0, role=operator.role, function=operator.kind
@@ -142,9 +149,16 @@ class Names:
         if call is None or not functions_of({call["kind"]}):
             return None
         kind, number = call["kind"], int(call["number"] or 0)
+        if self._is_root_layer(path, kind):
+            return Target(path=path, kind=None, number=0, role=Role.ADJUSTABLE)
         role = Role.FIXED if kind in FIXED_KINDS else Role.FOLLOWER
         role = Role.ADJUSTABLE if kind in PRODUCTS else role
         return Target(path=path, kind=kind, number=number, role=role)
+
+    def _is_root_layer(self, path: str, kind: str) -> bool:
+        """Whether a call is all that the model is: graphs name it by the call."""
+        layer = None if path else layer_of(self.modules[path])
+        return layer is not None and layer.kind == kind
 
     def _role_of_module(self, module: nn.Module, precision: Precision) -> Role:
         """Of a module without a graph: torch's own are known, others may be anything."""
@@ -170,7 +184,7 @@ class Names:
 
 def fixed_by_default(module: nn.Module) -> bool:
     """Whether a module that no plan names runs in fp32 all the same."""
-    return isinstance(module, _FIXED_MODULES)
+    return isinstance(module, (*_FIXED_MODULES, *_WEIGHTED_MODULES))
 
 
 class Flow:

@@ -26,6 +26,7 @@ SHAPES = (
     (1, 1, 1),
     (1, 768, 768),
     (3, 5, 7),
+    (5, 1, 7),
     (16, 16, 16),
     (17, 100, 33),
     (128, 128, 256),
@@ -93,6 +94,13 @@ def test_sums_are_exact_at_the_largest_codes(kernels: Native, device: torch.devi
     for name, run in implementations(kernels, device).items():
         found = run(a, -a, one, one, None, torch.float32)
         assert torch.equal(found, torch.full_like(found, -127.0 * 127 * 8192)), name
+
+
+def test_sums_go_on_beyond_the_largest_integer(device: torch.device) -> None:
+    a = torch.full((33, 140_000), -128, dtype=torch.int8, device=device)
+    one = torch.ones((), device=device)
+    found = library.int8_matmul(a, a, one, one, None, torch.float32)
+    assert torch.equal(found, torch.full_like(found, 128.0 * 128 * 140_000))
 
 
 def test_operands_of_any_strides(device: torch.device) -> None:

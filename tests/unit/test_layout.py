@@ -47,7 +47,7 @@ LAYERS = (
     ("kernels.library",),
     ("kernels.bucket_library",),
     # layers
-    ("runtime.fp32", "runtime.host_memory"),
+    ("runtime.fp32", "runtime.host_memory", "runtime.once"),
     ("runtime.arithmetic", "runtime.availability", "runtime.casts"),
     ("runtime.products", "runtime.product_check"),
     ("runtime.batched", "runtime.convolutions", "runtime.session"),

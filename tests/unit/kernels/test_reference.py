@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qsync_opt.errors import ParameterError
-from qsync_opt.kernels import reference
+from qsync_opt.kernels import library, reference
 from qsync_opt.kernels.reference import FP8_FORMATS, GRANULARITIES
 from qsync_opt.kernels.rounding import RandomKey, Rounding
 
@@ -138,7 +139,9 @@ def test_both_orders_hold_the_same_codes(rounding: Rounding) -> None:
     assert scale.shape == ()
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 1), (0, 4, 4), (4, 0, 4), (17, 130, 33)])
+@pytest.mark.parametrize(
+    "shape", [(0, 4, 4), (4, 0, 4), (17, 130, 33), *itertools.product((1, 2, 3, 5, 8), repeat=3)]
+)
 @pytest.mark.parametrize("scalar", [False, True])
 def test_int8_product_is_exact(shape: tuple[int, int, int], scalar: bool) -> None:
     m, k, n = shape
@@ -151,11 +154,22 @@ def test_int8_product_is_exact(shape: tuple[int, int, int], scalar: bool) -> Non
 
 
 def test_int8_sums_reach_the_largest_integer() -> None:
-    k = 133_144
+    k = reference.INT8_DEPTH
     ones = torch.full((1, k), 127, dtype=torch.int8)
     one = torch.tensor(1.0)
     out = reference.int8_matmul(ones, ones, one, one, None, torch.float32)
     assert out.item() == float(np.float32(127 * 127 * k))
+    least = torch.full((1, k), -128, dtype=torch.int8)
+    out = reference.int8_matmul(least, least, one, one, None, torch.float32)
+    assert out.item() == float(np.float32(128 * 128 * k))
+
+
+def test_int8_sums_go_on_beyond_the_largest_integer() -> None:
+    one = torch.tensor(1.0)
+    for k in (reference.INT8_DEPTH + 1, 300_000):
+        least = torch.full((2, k), -128, dtype=torch.int8)
+        out = library.int8_matmul(least, least, one, one, None, torch.float32)
+        assert torch.equal(out, torch.full((2, 2), float(np.float32(128 * 128 * k))))
 
 
 def test_fp8_product() -> None:

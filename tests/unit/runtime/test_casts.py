@@ -27,8 +27,13 @@ class Counter:
         return (self.x.to(torch.bfloat16),)
 
 
+def made(*shape: int) -> Tensor:
+    """What an operator made of something differentiated: only such tensors have shared casts."""
+    return torch.randn(shape or (4,), requires_grad=True) * 1
+
+
 def test_readers_of_one_tensor_share_a_cast() -> None:
-    cache, x = CastCache(), torch.randn(4)
+    cache, x = CastCache(), made()
     make = Counter(x)
     assert cache.get(x, "bf16", make)[0] is cache.get(x, "bf16", make)[0]
     assert make.made == 1
@@ -37,7 +42,7 @@ def test_readers_of_one_tensor_share_a_cast() -> None:
 
 
 def test_a_tensor_written_in_place_is_cast_again() -> None:
-    cache, x = CastCache(), torch.randn(4)
+    cache, x = CastCache(), made()
     make = Counter(x)
     cache.get(x, "bf16", make)
     x.add_(1)
@@ -47,8 +52,8 @@ def test_a_tensor_written_in_place_is_cast_again() -> None:
 
 
 def test_a_cast_goes_with_its_tensor() -> None:
-    cache, x = CastCache(), torch.randn(4)
-    dead = weakref.ref(cache.get(x, "bf16", Counter(x.clone()))[0])
+    cache, x = CastCache(), made()
+    dead = weakref.ref(cache.get(x, "bf16", Counter(x.detach().clone()))[0])
     assert dead() is not None
     del x
     gc.collect()
@@ -57,7 +62,7 @@ def test_a_cast_goes_with_its_tensor() -> None:
 
 
 def test_an_older_cast_lives_only_while_somebody_else_holds_it() -> None:
-    cache, x, y = CastCache(), torch.randn(4), torch.randn(4)
+    cache, x, y = CastCache(), made(), made()
     make = Counter(x)
     kept = cache.get(x, "bf16", make)
     cache.get(y, "bf16", Counter(y))
@@ -70,7 +75,7 @@ def test_an_older_cast_lives_only_while_somebody_else_holds_it() -> None:
 
 
 def test_a_cast_for_the_last_reader_is_not_held() -> None:
-    cache, x = CastCache(), torch.randn(4)
+    cache, x = CastCache(), made()
     make = Counter(x)
     kept = cache.get(x, "bf16", make, hold=False)
     assert cache.get(x, "bf16", make, hold=False)[0] is kept[0]
@@ -78,6 +83,45 @@ def test_a_cast_for_the_last_reader_is_not_held() -> None:
     del kept
     assert dead() is None
     assert cache.latest == ()
+
+
+def fill_by_numpy(x: Tensor, values: Tensor) -> None:
+    x.detach().numpy()[:] = values.numpy()
+
+
+def fill_by_data(x: Tensor, values: Tensor) -> None:
+    x.data.copy_(values)
+
+
+def exchange_data(x: Tensor, values: Tensor) -> None:
+    x.data = values.clone()
+
+
+@pytest.mark.parametrize("fill", [fill_by_numpy, fill_by_data, exchange_data])
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_buffer_of_the_caller_is_read_anew(
+    precision: Precision, fill: Any, is_trained: bool
+) -> None:
+    """What fills it between steps, as `dist.recv` does, leaves its version as it was."""
+    model = convert(nn.Sequential(nn.Linear(16, 16)), {"0": precision}, emulate=True)
+    buffer = torch.randn(8, 16, requires_grad=is_trained)
+    for _ in range(3):
+        values = torch.randn(8, 16)
+        fill(buffer, values)
+        with torch.set_grad_enabled(is_trained):
+            assert torch.equal(model(buffer), model(values))
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_a_tensor_is_trained_on_after_inference_with_it(precision: Precision) -> None:
+    model = convert(nn.Sequential(nn.Linear(16, 16)), {"0": precision}, emulate=True)
+    x = made(8, 16)
+    with torch.inference_mode():
+        expected = model(x)
+    out = model(x)
+    out.sum().backward()
+    assert torch.equal(out, expected)
 
 
 class Shared(nn.Module):
@@ -95,7 +139,7 @@ class Shared(nn.Module):
 def test_query_key_and_value_save_one_copy(precision: Precision) -> None:
     model = Shared()
     convert(model, dict.fromkeys(("query", "key", "value"), precision), emulate=True)
-    x = torch.randn(32, 16, requires_grad=True)
+    x = made(32, 16)
     parameters = {p.data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
 

@@ -112,6 +112,19 @@ def test_gradients_of_gradients_are_refused(
             torch.autograd.backward(grad.sum())
 
 
+@pytest.mark.parametrize("precision", [p for p in Precision if p is not Precision.FP32])
+@pytest.mark.parametrize("layer", [nn.Linear(4, 1), nn.Conv2d(4, 1, 1), nn.Conv2d(4, 1, 2)])
+def test_no_second_derivative_is_left_out_in_silence(
+    layer: nn.Module, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind `sum()` the gradient that a layer is given depends on nothing, but its weight does."""
+    for model in Pair(copy.deepcopy(layer), monkeypatch, precision):
+        x = torch.ones(1, 4, 4, 4, requires_grad=True)
+        (grad,) = torch.autograd.grad(model(x.tanh()).float().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            torch.autograd.backward(grad.pow(2).sum())
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 def test_whoever_looks_into_functions_sees_those_in_python() -> None:
     model = nn.Sequential(nn.Linear(32, 32))

@@ -17,6 +17,7 @@ from qsync_opt.errors import ParameterError
 from qsync_opt.kernels import reference
 from qsync_opt.kernels.rounding import RandomKey, Rounding
 from qsync_opt.precision import Precision
+from qsync_opt.runtime import operators
 from qsync_opt.runtime.convert import convert, set_step
 from qsync_opt.runtime.session import tensor_number
 from tests.layer_cases import CASES, EIGHT_BITS, Case, floors, randn
@@ -315,6 +316,35 @@ def test_int8_backward_is_the_formula_on_rounded_operands() -> None:
     wide = grad.double() @ weight.bfloat16().double()
     assert decibels(x.grad, wide) > floors(Precision.BF16)[0]
     assert decibels(layer.weight.grad, grad.double().t() @ kept) > floors(Precision.FP32)[0]
+
+
+def test_fp8_convolutions_do_not_overflow_where_the_half_is_fp16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums of codes reach 448 x 448 times the terms before they are scaled."""
+    model = nn.Sequential(nn.Conv2d(64, 8, 3))
+    exact = copy.deepcopy(model).double()
+    convert(model, {"0": Precision.FP8}, emulate=True)
+    monkeypatch.setattr(operators, "half_dtype", lambda device: torch.float16)
+    x = randn(2, 64, 8, 8)
+    out, expected = model(x), exact(x.double())
+    assert out.dtype is torch.float16
+    assert decibels(out, expected) > floors(Precision.FP8)[0]
+    out.backward(torch.ones_like(out))
+    expected.backward(torch.ones_like(expected))
+    found, wanted = (m[0].weight.grad for m in (model, exact))
+    assert decibels(found, wanted) > floors(Precision.FP8)[2]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_weights_of_another_dtype_are_cast(precision: Precision) -> None:
+    """FSDP's mixed precision, or `functional_call`, hands them over."""
+    model = convert(nn.Sequential(nn.Linear(8, 8)), {"0": precision}, emulate=True)
+    half = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    wide = {name: value.float() for name, value in half.items()}
+    x = randn(4, 8)
+    found, expected = (torch.func.functional_call(model, values, x) for values in (half, wide))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("precision", EIGHT_BITS)
