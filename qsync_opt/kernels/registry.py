@@ -1,19 +1,22 @@
 """Which implementation of an operation runs: the fastest correct one, by timing, remembered.
 
 For each operation and shape on a device the implementations that can run are checked against
-an oracle and timed once, on the arguments of the call that asked first. All int8 products sum
-exactly and round alike, so the choice never changes a result, only the time.
+an oracle and timed once, on the arguments of the call that asked first; a file in the cache of
+the kernels tells later processes. All int8 products sum exactly and round alike, so the choice
+never changes a result, only the time.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import secrets
 import statistics
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.errors import FormatError, KernelError
+from qsync_opt.kernels import build
 
 FORMAT, VERSION = "qsync-opt/kernel-choices", 1
 
@@ -66,14 +70,21 @@ class Registry:
     Args:
         device: description of the device; choices of another one are not read.
         measure: seconds of one run of an implementation.
+        file: that keeps the choices for later processes; None: they end with this one.
     """
 
-    def __init__(self, device: str, measure: Callable[[Run], float]) -> None:
+    def __init__(
+        self, device: str, measure: Callable[[Run], float], file: Path | None = None
+    ) -> None:
         self.device = device
         self._measure = measure
+        self._file = file
         self._choices: dict[str, Choice] = {}
         self._names: dict[Key, str] = {}
         self._lock = threading.Lock()
+        if file is not None and file.is_file():
+            with suppress(FormatError):  # damaged, or of another version: timed anew
+                self.load(file)
 
     @property
     def choices(self) -> dict[str, Choice]:
@@ -112,8 +123,13 @@ class Registry:
             if not may_measure:
                 return next(iter(candidates))
             choice = self._compare(text, candidates, correct)
+            with self._lock:
+                self._choices[text] = choice
+            if self._file is not None:
+                with suppress(OSError):  # nowhere to write: a later process times again
+                    self._file.parent.mkdir(parents=True, exist_ok=True)
+                    self.save(self._file)
         with self._lock:
-            self._choices[text] = choice
             self._names[key] = choice.implementation
         return choice.implementation
 
@@ -206,8 +222,13 @@ def measure_on(device: torch.device) -> Callable[[Run], float]:
 
 @functools.cache
 def registry_of(device_index: int) -> Registry:
-    """The choices of this process for a CUDA device."""
+    """The choices for a CUDA device, kept beside the kernels that they are between."""
     properties: Any = torch.cuda.get_device_properties(device_index)
-    description = f"{properties.name}, sm_{properties.major}{properties.minor}"
-    device = torch.device("cuda", device_index)
-    return Registry(f"{description}, torch {torch.__version__}", measure_on(device))
+    architecture = build.architecture_of((properties.major, properties.minor))
+    kernels = build.library_path(architecture).parent.name
+    # A part of a GPU has fewer multiprocessors, and other winners.
+    count = f"{properties.multi_processor_count} multiprocessors"
+    description = f"{properties.name}, {count}, torch {torch.__version__}, kernels {kernels}"
+    name = f"choices-{hashlib.sha256(description.encode()).hexdigest()[:16]}.json"
+    measure = measure_on(torch.device("cuda", device_index))
+    return Registry(description, measure, build.cache_folder() / name)

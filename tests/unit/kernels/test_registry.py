@@ -148,3 +148,29 @@ def test_signatures_are_readable() -> None:
 
 def test_sizes_are_rounded_up_to_powers_of_two() -> None:
     assert [round_size(size) for size in (1, 2, 3, 4, 5, 1000)] == [1, 2, 4, 4, 8, 1024]
+
+
+def test_choices_are_kept_for_later_processes(tmp_path: Path) -> None:
+    file = tmp_path / "cache" / "choices.json"
+    clock = Clock(one=2.0, other=1.0)
+    Registry(DEVICE, clock, file).choose(("op", 8), clock.runs, correct)
+    later = Clock(one=1.0, other=2.0)
+    again = Registry(DEVICE, later, file)
+    assert again.choose(("op", 8), later.runs, correct) == "other"
+    assert later.measured == []
+    assert again.choose(("op", 16), later.runs, correct) == "one"
+    assert set(Registry(DEVICE, later, file).choices) == {"op 8", "op 16"}
+    # What does not hold here, or is damaged, is timed anew and written over.
+    for text in (file.read_text().replace(DEVICE, "another"), "{"):
+        file.write_text(text)
+        newest = Clock(one=1.0, other=2.0)
+        registry = Registry(DEVICE, newest, file)
+        assert registry.choose(("op", 8), newest.runs, correct) == "one"
+        assert set(Registry(DEVICE, newest, file).choices) == {"op 8"}
+
+
+def test_nowhere_to_keep_choices_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    clock = Clock(one=1.0)
+    registry = Registry(DEVICE, clock, tmp_path / "cache" / "choices.json")
+    assert registry.choose(("op", 8), clock.runs, correct) == "one"
