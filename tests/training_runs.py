@@ -16,7 +16,7 @@ from qsync_opt.precision import Precision
 from qsync_opt.runtime.convert import convert, set_step
 from tests.low_precision import TinyCnn, TinyGpt, language_loss, uniform_plan
 
-STEPS = 60
+STEPS = 300
 TAIL = 10
 
 

@@ -24,7 +24,7 @@ BANDS = {
     Precision.TF32: 0.005,
     Precision.BF16: 0.01,
     Precision.FP16: 0.005,
-    Precision.FP8: 0.03,
+    Precision.FP8: 0.015,
     Precision.INT8: 0.01,
 }
 
