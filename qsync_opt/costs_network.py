@@ -42,7 +42,7 @@ class AllReduceCosts:
 
     Attributes:
         ranks: of the group.
-        backend: `gloo`, `nccl`, ...
+        backend: `gloo`, `nccl`, or `shared memory` of ranks on one GPU.
         size_bytes: the sizes, ascending, [A].
         time_s: median over rounds of the slowest rank's time after an aligned start, [A].
         spread: distance of the quartiles over the median, [A].

@@ -128,10 +128,14 @@ def measure_all_reduce(
         for bits, found in rows.items():
             with averaging_at(tensor, bits, group) as run:
                 found.append(_time(run, device, group))
+    backend = str(distributed.get_backend(group))
+    if goes_by_host(torch.empty(0, device=device), group):
+        with closing(reduction_for(group, device)) as reduction:
+            backend = reduction.backend
     times = {bits: np.array(found).T for bits, found in rows.items()}
     return AllReduceCosts(
         ranks=distributed.get_world_size(group),
-        backend=str(distributed.get_backend(group)),
+        backend=backend,
         size_bytes=np.array(sizes),
         time_s=times[FULL_BITS][0],
         spread=times[FULL_BITS][1],

@@ -66,6 +66,8 @@ class SharedReduction(Reduction):
         KernelError: of `make_board`, on all ranks.
     """
 
+    backend = "shared memory"
+
     def __init__(
         self, group: Any, device: torch.device, make_board: Callable[[Any, int], Board]
     ) -> None:

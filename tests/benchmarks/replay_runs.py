@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +37,8 @@ from qsync_opt.perturbation import PerturbationTable
 from qsync_opt.plan import PrecisionPlan
 from qsync_opt.precision import Precision
 from qsync_opt.runtime.availability import available_precisions, supported_precisions
+from qsync_opt.runtime.host_reduction import goes_by_host
+from qsync_opt.runtime.shared_reduction import reduce_beside
 from tests.benchmarks.predictions import columns_of, empty_table
 
 #: Slacks at which plans are solved for; those of `greedy` are fewer, for its plans repeat.
@@ -211,7 +214,7 @@ class Runner:
     def measure(self, plan: Plan) -> Measured:
         """Steps at a plan; under DDP every rank must call this with a plan of its own."""
         model, device = self._trained.model, self._clock.device
-        with converted(model, self._graph, plan):
+        with converted(model, self._graph, plan), ExitStack() as stack:
             alone = (0.0, 0.0, 0.0)
             if self._ranks == 1:
                 alone = self._alone()
@@ -222,6 +225,8 @@ class Runner:
                 wrapped = DistributedDataParallel(
                     model, device_ids=ids, find_unused_parameters=unused
                 )
+                if goes_by_host(next(model.parameters())):  # as the trainer has it
+                    stack.enter_context(closing(reduce_beside(wrapped, device)))
             times = self._turns(wrapped)
             peak = self._peak_bytes() if self._is_cuda and self._ranks == 1 else 0
             for parameter in model.parameters():
