@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             arguments = parser().parse_args(argv)
             arguments.words = sys.argv[1:] if argv is None else list(argv)
+            _require_another_file(arguments)
             code = int(arguments.run(arguments))
         except SystemExit as stop:  # argparse has written what there is to say
             code = stop.code if isinstance(stop.code, int) else EXIT_BAD_INPUT
@@ -98,6 +99,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{where}: {error.strerror or error}", EXIT_BAD_INPUT)
     except MemoryError:
         return _fail("not enough memory for a problem of this size", EXIT_BAD_INPUT)
+
+
+def _require_another_file(arguments: argparse.Namespace) -> None:
+    """Refuse to write the result over a file that is read.
+
+    Raises:
+        ParameterError: that would happen.
+    """
+    options = dict(vars(arguments))
+    output = options.pop("output", None)
+    del options["words"]
+    if output is None or not os.path.isfile(output):
+        return
+    for value in options.values():
+        for item in value if isinstance(value, list) else [value]:
+            read = str(item).rpartition("=")[2]  # some are KIND=FILE
+            if os.path.isfile(read) and os.path.samefile(read, output):
+                rule = "must not be a file that the command reads"
+                raise ParameterError("--output", rule, output, "Name another.")
 
 
 def _fail(message: str, code: int) -> int:

@@ -209,6 +209,10 @@ def keep(target: Path, what: str, compile_to: Callable[[Path], None]) -> Path:
     return target
 
 
+#: In words of compilers: what may be otherwise the next time.
+_PASSING = ("signal", "memory exhausted", "Cannot allocate memory", "No space left")
+
+
 def _compile_layers(command: Sequence[str], target: Path) -> None:
     # Every rank of every job would else wait for a compiler that fails, one after the other.
     failed = target.with_name("failed.txt")
@@ -220,7 +224,8 @@ def _compile_layers(command: Sequence[str], target: Path) -> None:
         try:
             run_compiler([*command, "-o", str(made)], _LAYERS, remedy)
         except KernelError as error:
-            failed.write_text(error.reason)
+            if not any(word in error.reason for word in _PASSING):
+                failed.write_text(error.reason)
             raise
         _put(made, target)
 
@@ -276,7 +281,10 @@ def run_compiler(command: Sequence[str], what: str, remedy: str) -> None:
     if done.returncode:
         lines = (done.stderr + done.stdout).strip().splitlines()
         errors = [line for line in lines if "error" in line] or lines
-        reason = errors[0] if errors else f"{command[0]} ended with code {done.returncode}"
+        end = f"ended by signal {-done.returncode}"
+        if done.returncode > 0:
+            end = f"ended with code {done.returncode}"
+        reason = errors[0] if errors else f"{command[0]} {end}"
         raise KernelError(what, reason, remedy)
 
 

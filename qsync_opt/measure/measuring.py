@@ -309,7 +309,8 @@ def measurement_key(
 ) -> str:
     """What must agree for a measurement to go on where another was interrupted."""
     row = provenance_of(graph, device)
-    parts = (graph.sha256, row.device, row.threads, row.share, row.driver, row.versions["torch"])
+    versions = row.versions["torch"], row.versions["layers"]
+    parts = (graph.sha256, row.device, row.threads, row.share, row.driver, *versions)
     return " ".join(map(str, (*parts, *precisions, optimizer)))
 
 

@@ -13,6 +13,7 @@ import torch
 from qsync_opt import __version__
 from qsync_opt.costs import CostsProvenance
 from qsync_opt.graph import OperatorGraph
+from qsync_opt.kernels.host_library import compiled_layers
 
 
 def provenance_of(graph: OperatorGraph, device: torch.device) -> CostsProvenance:
@@ -22,6 +23,7 @@ def provenance_of(graph: OperatorGraph, device: torch.device) -> CostsProvenance
         "python": platform.python_version(),
         "qsync_opt": __version__,
         "torch": str(torch.__version__),
+        "layers": "Python" if compiled_layers() is None else "C++",
     }
     driver = ""
     if cuda:

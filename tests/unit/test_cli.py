@@ -595,3 +595,17 @@ def test_ctrl_c_before_there_is_anything_exits_130(
     monkeypatch.setattr("qsync_opt.files.load_problem", interrupt)
     assert cli.main(["solve", str(problem_file)]) == 130
     assert capsys.readouterr().err == "qsync-opt: interrupted\n"
+
+
+def test_no_result_is_written_over_what_is_read(
+    capsys: Captured, problem_file: Path, tmp_path: Path
+) -> None:
+    before = problem_file.read_bytes()
+    link = tmp_path / "link.json"
+    link.symlink_to(problem_file)
+    for output in (problem_file, link):
+        told = run_refused(capsys, "solve", problem_file, "--output", output)
+        assert "--output: must not be a file that the command reads" in told
+    assert problem_file.read_bytes() == before
+    assert cli.main(["solve", str(problem_file), "-o", str(tmp_path / "plan.json")]) == 0
+    assert cli.main(["solve", str(problem_file), "-o", str(tmp_path / "plan.json")]) == 0

@@ -239,6 +239,23 @@ def test_a_compiler_that_fails_is_told_and_not_asked_again(
 
 
 @pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    "end", ["kill -9 $$", "echo 'g++: fatal error: Killed signal terminated program' >&2; exit 1"]
+)
+def test_a_compiler_that_was_ended_is_asked_again(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, asked = tmp_path / "ended", tmp_path / "asked"
+    script.write_text(f"#!/bin/sh\necho $1 >> {asked}\n{end}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{script} --option")
+    for _ in range(2):
+        with pytest.raises(KernelError, match="signal"):
+            build.build_layers()
+    assert asked.read_text() == "--option\n" * 2
+
+
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("named", ["no-such-compiler -O2", "g++ -DNAME='x", "/"])
 def test_a_compiler_that_is_not_there_is_named(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", named)
