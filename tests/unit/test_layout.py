@@ -135,6 +135,7 @@ LAYERS = (
     ("optimize.solve",),
     ("replayed_kind",),
     ("replayed_run",),
+    ("replayed_bits",),
     ("replayed",),
     # questions about a problem
     ("optimize.compare", "optimize.explain", "optimize.export"),
