@@ -110,8 +110,8 @@ def load_batches(
     """
     file = Path(path)
     with _beside(file):
-        build = _find_build(file)
-    batches = getattr(sys.modules[build.__module__], "batches", None)
+        _find_build(file)
+    batches = getattr(sys.modules[_name_of(file)], "batches", None)
     if batches is None:
         return None
     if not callable(batches):
@@ -144,10 +144,15 @@ def parse_sizes(settings: Sequence[str]) -> dict[str, object]:
     return sizes
 
 
+def _name_of(file: Path) -> str:
+    """Of a file as a module; its `build` may come from another one."""
+    return f"qsync_opt_model_{file.stem}"
+
+
 def _find_build(file: Path) -> Any:
     if not file.is_file():
         raise CaptureError(f"{file} is no file", "Give a Python file with a build() function")
-    name = f"qsync_opt_model_{file.stem}"
+    name = _name_of(file)
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise CaptureError(f"{file} is no Python file", "Its name must end in .py")

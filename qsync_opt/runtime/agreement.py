@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 #: What to do about a difference, by the field it is in.
 _REMEDIES = {
     "plan": "Give every rank the same plan file",
+    "problem": "Give every rank the same problem file, or none",
     "torch": "Install the same version of torch everywhere",
     "qsync_opt": "Install the same version of qsync_opt everywhere",
     "parameters": "Build the same model everywhere, with fp32 parameters and equal memory format",

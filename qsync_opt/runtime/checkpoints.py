@@ -27,6 +27,9 @@ try:
 except ImportError:  # torch's own format serves
     safetensors = None  # type: ignore[assignment]
 
+#: What the library that writes raises where the system refuses; the reason is in its words.
+_Refused: type[Exception] = RuntimeError if safetensors is None else safetensors.SafetensorError
+
 FORMAT, VERSION = "qsync-opt/checkpoint", 1
 
 _NAME = re.compile(r"step-(\d{8,})\.(safetensors|pt)")
@@ -106,6 +109,8 @@ class CheckpointFolder:
                 files[step].unlink()
         except OSError as error:
             raise self._unwritable(error) from error
+        except _Refused as error:  # a full disk, say: it hides the number of the error
+            raise self._unwritable(OSError(None, str(error).splitlines()[0])) from error
         return target
 
     def load(self, step: int) -> Checkpoint:
@@ -131,7 +136,11 @@ class CheckpointFolder:
         if content.get("version") != VERSION:
             rule = f"must have version {VERSION}"
             raise FormatError(str(path), rule, content.get("version"), remedy)
-        return Checkpoint(step=int(content["step"]), facts=content["facts"], tensors=tensors)
+        found, facts = content.get("step"), content.get("facts")
+        if not isinstance(found, int) or not isinstance(facts, dict):
+            rule = "must hold the step and the facts of a job"
+            raise FormatError(str(path), rule, {"step": found, "facts": facts}, remedy)
+        return Checkpoint(step=found, facts=facts, tensors=tensors)
 
     def _files(self) -> dict[int, Path]:
         found = {}

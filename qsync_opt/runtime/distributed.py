@@ -196,6 +196,8 @@ def joined(device: torch.device, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks
     try:
         store, rank, world = next(rendezvous("env://", timeout=limit))
         word = PrefixStore(f"qsync_opt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        # A launcher's store outlives a job; what is left in it is not for the next one.
+        word = PrefixStore(f"job {word.add(f'jobs of {rank}', 1)}", word)
         word.set_timeout(limit)
         backend = choose_backend(device, word, rank, world)
         distributed.init_process_group(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from qsync_opt.errors import ParameterError, PlanError, QsyncError
+from qsync_opt.errors import FormatError, ParameterError, PlanError, QsyncError
 from qsync_opt.runtime import state
 from qsync_opt.runtime.checkpoints import Checkpoint, CheckpointFolder
 from qsync_opt.runtime.distributed import Ranks
@@ -15,6 +15,10 @@ from qsync_opt.runtime.scaling import LossScale
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+#: What every checkpoint of a job says of it.
+_FACTS = ("plan", "optimizer", "aliases", "loss_scale", "kinds", "samples", "current_plan")
 
 
 class Keeper:
@@ -68,8 +72,15 @@ class Keeper:
             failure = error
         ranks.share_failure(failure)
         found = state.broadcast(found, ranks, source)
+        if found is not None:
+            missing = next((name for name in _FACTS if name not in found.facts), None)
+            if missing is not None:
+                rule = f"must hold {', '.join(_FACTS)}"
+                remedy = "Remove the file to go on from the one before"
+                raise FormatError(f"checkpoint of step {found.step}", rule, missing, remedy)
         if found is not None and found.facts["plan"] != self._plan:
-            rule = f"must be of the plan that is given ({self._plan[:12]}...)"
+            given = self._plan if " " in self._plan else f"{self._plan[:12]}..."
+            rule = f"must be of the plan that is given ({given})"
             remedy = "Give the plan it was made with, or another folder"
             where = f"checkpoint of step {found.step}"
             raise PlanError(where, rule, found.facts["plan"], remedy)

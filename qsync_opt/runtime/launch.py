@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -114,26 +115,33 @@ def launch(
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store stays here when rank 0 goes
     }
     groups = [group for group in ranks for _ in range(group.count)]
-    with Interruption() as interruption, tempfile.TemporaryFile("w+") as errors:
+    with Interruption() as interruption, ExitStack() as stack:
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in groups]
         processes: list[subprocess.Popen[str]] = []
         try:
             for rank, group in enumerate(groups):
                 numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 environment = {**common, **numbers, **group.environment()}
                 words = ["-m", module, *arguments, "--kind", group.kind]
-                processes.append(_start(rank, words, environment, errors))
+                processes.append(_start(rank, words, environment, errors[rank]))
             first = _watch(processes, interruption)
         finally:
             _end(processes)
         codes = [process.returncode for process in processes]
         if first is not None and codes[first] < 0:
             raise _died(first, kinds[first], codes[first], folder)
-        if first is not None and first > 0 and codes[0] <= 0:  # rank 0 has not said why
-            errors.seek(0)
-            said = errors.read().strip().splitlines() or [f"exit code {codes[first]}"]
-            raise TrainError(f"rank {first} ({kinds[first]}) failed: {said[-1]}", _AGAIN)
+        if first is not None and first > 0:
+            errors[first].seek(0)
+            said = (errors[first].read().strip().splitlines() or [""])[-1]
+            # Rank 0 has said why where ranks agreed on it, but knows no error of another rank.
+            if codes[0] <= 0 or (said and not said.startswith(_AGREED)):
+                said = said or f"exit code {codes[first]}"
+                raise TrainError(f"rank {first} ({kinds[first]}) failed: {said}", _AGAIN)
     return codes[0] if first is None else codes[first]
 
+
+#: How `qsync-opt` begins to say what it ends for.
+_AGREED = "qsync-opt: "
 
 _AGAIN = "Start the job again: it goes on from its newest checkpoint"
 

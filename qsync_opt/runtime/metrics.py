@@ -66,6 +66,9 @@ class StepMetrics:
 _NAMES = tuple(field.name for field in fields(StepMetrics))
 _ADDED = ("sent_bytes",)  # since the first release
 
+#: Steps that one rank may have written and another not yet: numbers of a GPU come a step late.
+_APART = 2
+
 
 class MetricsFile:
     """Appends the steps of one rank to its file in a folder.
@@ -107,11 +110,23 @@ def read_metrics(folder: Path) -> dict[int, list[StepMetrics]]:
 
 
 def global_losses(metrics: Mapping[int, list[StepMetrics]]) -> list[float]:
-    """The mean loss over all samples of each step that every rank has written."""
+    """The mean loss over all samples of each step that every rank of it has written.
+
+    A job may have gone on with fewer or more ranks: those of a step are the ranks that have
+    written it. Ranks that are at work now are at most some steps apart, and what not all of them
+    have written is left out.
+    """
+    last = [rows[-1].step for rows in metrics.values() if rows]
+    reached = min((step for step in last if step >= max(last) - _APART), default=-1)
+    steps: dict[int, list[StepMetrics]] = {}
+    for rows in metrics.values():
+        for row in rows:
+            steps.setdefault(row.step, []).append(row)
     losses = []
-    for rows in zip(*metrics.values(), strict=False):
-        total = sum(row.samples for row in rows)
-        losses.append(sum(row.loss * row.samples for row in rows) / total)
+    for step, found in sorted(steps.items()):
+        if step <= reached:
+            total = sum(row.samples for row in found)
+            losses.append(sum(row.loss * row.samples for row in found) / total)
     return losses
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -139,10 +141,13 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
     """
     device = next(model.parameters()).device
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    python, numpy = random.getstate(), np.random.get_state(legacy=True)
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -153,12 +153,13 @@ class Preparation:
             QsyncError: ranks that do not agree, or a checkpoint that does not fit.
         """
         ranks, task, parameters = self._ranks, self._task, self._parameters
-        plan = plan_sha256(task.plan)
+        plan = _asked_for(task.plan, parameters)
         description = {
             "torch": torch.__version__.partition("+")[0],
             "qsync_opt": __version__,
             "batch size": self._batch_size,
             "plan": plan,
+            "problem": "none" if task.problem is None else task.problem.sha256,
             "options": parameters.describe(),
             "parameters": describe_parameters(task.model),
         }
@@ -311,6 +312,15 @@ class Preparation:
             failure = error
         self._ranks.share_failure(failure)
         return plan
+
+
+def _asked_for(plan: PrecisionPlan | None, parameters: TrainParameters) -> str:
+    """What decides the precisions of all ranks, in a word: a checkpoint is of it."""
+    if parameters.uniform is not None:
+        return f"uniform {parameters.uniform}"
+    if parameters.autocast is not None:
+        return f"autocast {parameters.autocast}"
+    return plan_sha256(plan)
 
 
 def _require_whole_batch(problem: AllocationProblem, kinds: Sequence[str]) -> None:

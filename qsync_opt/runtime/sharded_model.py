@@ -104,6 +104,11 @@ class WholeState:
         self._collected: dict[str, Any] | None = None
 
     @property
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+        return self._optimizer
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of the optimizer."""
         return self._optimizer.param_groups

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -76,7 +77,10 @@ def pack(
     ]
     for rank, raw in enumerate(randoms):
         tensors[f"{_RANDOM}{rank}"] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    return tensors, {"aliases": aliases, "optimizer": {"values": values, "groups": groups}}
+    return tensors, {
+        "aliases": aliases,
+        "optimizer": {"values": values, "groups": groups, "name": _name(optimizer)},
+    }
 
 
 def unpack(checkpoint: Checkpoint, model: nn.Module, optimizer: KeptOptimizer) -> None:
@@ -92,6 +96,13 @@ def unpack(checkpoint: Checkpoint, model: nn.Module, optimizer: KeptOptimizer) -
     }
     for name, first in checkpoint.facts["aliases"].items():
         weights[name] = weights[first]
+    name = checkpoint.facts["optimizer"].get("name", _name(optimizer))  # later than the format
+    if name != _name(optimizer):
+        raise TrainError(
+            f"the checkpoint of step {checkpoint.step} is of the optimizer {name}, and"
+            f" {_name(optimizer)} is to go on",
+            "Give the optimizer of this job, or an empty folder",
+        )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for index, values in checkpoint.facts["optimizer"]["values"].items():
@@ -114,6 +125,15 @@ def unpack(checkpoint: Checkpoint, model: nn.Module, optimizer: KeptOptimizer) -
             f"the checkpoint of step {checkpoint.step} is of another model or optimizer: {error}",
             "Give the folder of this job, or an empty one",
         ) from error
+
+
+def weights_are_finite(model: nn.Module) -> bool:
+    """Whether every parameter of a model is a number; waits for the GPU."""
+    floats = [p.detach() for p in model.parameters() if p.is_floating_point() and p.numel()]
+    if not floats:
+        return True
+    largest = torch.nn.utils.get_total_norm(floats, norm_type=math.inf)
+    return math.isfinite(largest.item())
 
 
 def seed_all(seed: int) -> None:
@@ -188,6 +208,10 @@ def broadcast(checkpoint: Checkpoint | None, ranks: Ranks, source: int = 0) -> C
     if head is None:
         return None
     return Checkpoint(step=head["step"], facts=head["facts"], tensors=tensors)
+
+
+def _name(optimizer: KeptOptimizer) -> str:
+    return type(getattr(optimizer, "wrapped", optimizer)).__name__
 
 
 def _on_cpu(value: Tensor) -> Tensor:

@@ -161,9 +161,13 @@ class Stepper:
             watched: Any = last[-1]
             self._handle = watched.register_post_accumulate_grad_hook(self._on_last_gradient)
 
+    def converted_anew(self) -> None:
+        """Take note that the model was converted, at the same plan or at another."""
+        self._pass.precisions_changed()
+
     def plan_changed(self, plan: PrecisionPlan) -> None:
         """Take note that the model was converted anew, and send at the bits of the new plan."""
-        self._pass.precisions_changed()
+        self.converted_anew()
         if self._bits is not None and isinstance(self.hook, GradientHook):
             self.hook.change(self._bits.at(plan.communication))
 

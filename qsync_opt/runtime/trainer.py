@@ -34,6 +34,7 @@ from qsync_opt.runtime.patching import Patch
 from qsync_opt.runtime.preparation import Parts, Preparation, Task, hook_tensors
 from qsync_opt.runtime.refinement import keep_plan, plan_to_json
 from qsync_opt.runtime.sharded_model import WholeState
+from qsync_opt.runtime.state import weights_are_finite
 from qsync_opt.runtime.steps import Taken
 from qsync_opt.runtime.tracing import Tracing
 
@@ -262,6 +263,7 @@ class _Job:
             note = refinement.before_step(step)
             if note is not None:
                 self._notes[step] = note
+                parts.stepper.converted_anew()
                 self._before = time.perf_counter()
             if refinement.plan is not self._plan:
                 self._plan = refinement.plan
@@ -328,6 +330,14 @@ class _Job:
             tensors |= hook_tensors(parts.stepper.hook, self._ranks)
         if parts.sharded is not None:
             parts.sharded.collect()
+        if self._ranks.any(not weights_are_finite(self._task.model)):
+            saved = self._position.saved
+            kept = "no checkpoint" if saved is None else f"the checkpoint of step {saved}"
+            raise TrainError(
+                f"weights are not finite after step {done - 1}: a gradient was not, although the"
+                f" loss was; {kept} comes from before",
+                "Look for roots and divisions at 0, or lower the learning rate",
+            )
         if isinstance(parts.optimizer, WholeState) and self._parameters.folder is not None:
             parts.optimizer.collect()
         parts.keeper.save(

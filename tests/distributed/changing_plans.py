@@ -17,6 +17,7 @@ from qsync_opt.costs import Cluster, ClusterKind
 from qsync_opt.errors import CaptureError, PlanError
 from qsync_opt.files import load_plan
 from qsync_opt.graph import OperatorGraph
+from qsync_opt.kernels.rounding import Rounding
 from qsync_opt.measure.capture import capture
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.optimize.solve import solve
@@ -119,6 +120,13 @@ def refinement_of_a_plan(rank: int, folder: Path) -> None:
     assert load_plan(folder / "plan-00000006.json") == result.plan
 
 
+def refinement_beside_stochastic_rounding(rank: int, folder: Path) -> None:
+    """The model is converted anew after every table, and its layers must know the step."""
+    _, result = run(rank, None, 5, rounding=Rounding.STOCHASTIC)
+    assert list(notes(result)) == [3]
+    assert len(result.metrics) == 5
+
+
 def resumption(rank: int, folder: Path) -> None:
     """Stopped while a plan is being looked for, after it was taken up, and on the very step."""
     whole, full = run(rank, folder / "whole", 11)
@@ -170,6 +178,7 @@ def a_solve_that_fails(rank: int, folder: Path) -> None:
 
 PARTS: Mapping[str, Callable[[int, Path], None]] = {
     "refinement": refinement_of_a_plan,
+    "refinement, stochastic": refinement_beside_stochastic_rounding,
     "refinement resumed": resumption,
     "refinement failed": a_solve_that_fails,
 }

@@ -73,3 +73,39 @@ def test_one_command_trains_on_two_ranks_until_it_is_interrupted(tmp_path: Path)
     losses = global_losses(found)
     assert len(losses) == steps
     assert all(loss > 0 for loss in losses)
+
+
+TWICE = """
+import sys
+from model import build, batches
+import qsync_opt as qo
+
+for folder in ("first", "second"):
+    model, batch, loss = build()
+    result = qo.train(
+        model, batch, loss, batches=batches,
+        parameters=qo.TrainParameters(steps=2, folder=folder, timeout_s=30.0),
+    )
+    assert len(result.samples) == 2, result
+"""
+
+
+def test_one_process_can_take_part_in_two_jobs(tmp_path: Path) -> None:
+    """A launcher's store outlives the first, with all that was said in it."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "twice.py").write_text(TWICE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    done = subprocess.run(
+        [*command, "2", "twice.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    for folder in ("first", "second"):
+        found = read_metrics(tmp_path / folder)
+        assert len(global_losses(found)) == 2
+        assert set(found) == {0, 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import traceback
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, distributed, nn
@@ -21,6 +23,7 @@ from torch.nn import functional
 from qsync_opt.errors import PlanError, QsyncError, TrainError
 from qsync_opt.kernels.rounding import Rounding
 from qsync_opt.measure.model_file import load_batches, load_model
+from qsync_opt.optimize.generate import generate_problem
 from qsync_opt.plan import PrecisionPlan
 from qsync_opt.precision import Precision
 from qsync_opt.runtime.layers import layer_of
@@ -95,6 +98,31 @@ def run(
     return model, result
 
 
+class Shaken(nn.Module):
+    """Leaves out a layer now and then, by generators that are not torch's."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = random.random() < 0.5, float(np.random.rand()) < 0.5
+        return self.inner(x) * (1.0 + sum(kept))  # type: ignore[no-any-return]
+
+
+def resume_with_other_generators(rank: int, folder: Path) -> None:
+    """Python's and NumPy's numbers go on too, whatever is run before the first step."""
+    found = []
+    for steps in ((7,), (3, 7)):
+        place = folder / f"shaken-{len(steps)}"
+        for count in steps:
+            model = Shaken(small_model())
+            parameters = TrainParameters(steps=count, batch_size=ROWS, folder=place)
+            train(model, data(), functional.cross_entropy, parameters=parameters, kind=KINDS[rank])
+        found.append(weights(model))
+    require_equal(*found)
+
+
 def resume(rank: int, folder: Path) -> None:
     """Stopped and started again, the weights and the losses are those of a run that went on."""
     whole, full = run(rank, folder / "whole", 8)
@@ -157,6 +185,8 @@ def disagreement(rank: int, folder: Path) -> None:
     weight = torch.empty_strided((3, 8, 3, 3), ((72, 9, 3, 1), (72, 1, 24, 8))[rank])
     conv.weight = nn.Parameter(weight)
     assert "parameters weight" in refusal(rank, conv)
+    problem = generate_problem(operators=3, precisions=2, devices=2, seed=rank)
+    assert "problem is" in refusal(rank, small_model(), problem=problem)
     text = refusal(rank, small_model(), parameters=TrainParameters(steps=2 + rank, batch_size=9))
     assert "options steps is 3 there and 2 on rank 0" in text
     with pytest.MonkeyPatch.context() as patch:
@@ -283,6 +313,7 @@ PARTS: Mapping[str, Callable[[int, Path], None]] = {
     "gradient": partial(gradient_of_unequal_shares, 1),
     "accumulated gradient": partial(gradient_of_unequal_shares, 3),
     "resume": resume,
+    "resume, other generators": resume_with_other_generators,
     "interruption": interruption,
     "disagreement": disagreement,
     "failure on one rank": failure_on_one_rank,

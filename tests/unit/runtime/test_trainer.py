@@ -61,6 +61,45 @@ def same(first: nn.Module, second: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+class Root(nn.Module):
+    """Its value at 0 is a number, and its gradient there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        scale = 0.0 if self.steps > 5 else 1.0
+        return x[:, :3] * self.weight + (self.weight * scale).abs().sqrt()
+
+
+def test_weights_that_are_no_numbers_are_not_kept(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match=r"not finite after step 5: .*checkpoint of step 4"):
+        fit(Root(), 6, folder=tmp_path, checkpoint_interval=2)
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert [int(name[5:13]) for name in names] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"uniform": Precision.BF16}, {"uniform": Precision.INT8}),
+        ({"uniform": Precision.BF16}, {"autocast": Precision.BF16}),
+        ({"uniform": Precision.BF16}, {}),
+        ({}, {"uniform": Precision.FP32}),
+    ],
+)
+def test_a_job_goes_on_at_its_own_precisions(
+    first: dict[str, Any], second: dict[str, Any], tmp_path: Path
+) -> None:
+    fit(make_model(), 2, folder=tmp_path, **first)
+    with pytest.raises(PlanError, match="must be of the plan that is given"):
+        fit(make_model(), 4, folder=tmp_path, **second)
+    assert fit(make_model(), 4, folder=tmp_path, **first).first_step == 2
+
+
 @pytest.mark.parametrize("rounding", Rounding)
 def test_it_computes_what_a_loop_by_hand_does(rounding: Rounding) -> None:
     by_hand = make_model()

@@ -105,5 +105,19 @@ def test_the_data_of_a_step_does_not_depend_on_who_asks_for_it(
     assert not torch.equal(other, whole[0])
 
 
+def test_batches_are_those_of_the_file_that_is_named(tmp_path: Path) -> None:
+    """Its `build` may come from another file, which has batches of its own."""
+    (tmp_path / "base.py").write_text(
+        "def build():\n    return None\n\ndef batches(step, rows):\n    return 'base'\n"
+    )
+    own = tmp_path / "own.py"
+    own.write_text("from base import build\n\ndef batches(step, rows):\n    return 'own'\n")
+    batches = load_batches(own, {})
+    assert batches is not None
+    assert batches(0, range(1)) == "own"
+    own.write_text("from base import build\n")
+    assert load_batches(own, {}) is None
+
+
 def test_a_model_file_need_not_have_batches() -> None:
     assert load_batches(MODELS / "resnet50.py", {}) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -147,9 +148,36 @@ def test_a_step_without_a_checkpoint_is_refused(folder: CheckpointFolder) -> Non
 def test_a_checkpoint_of_another_model_is_refused(folder: CheckpointFolder) -> None:
     save(folder, 5)
     model = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(TrainError, match="another model"):
-        state.unpack(folder.load(5), model, optimizer)
+        state.unpack(folder.load(5), model, torch.optim.AdamW(model.parameters(), lr=1.0))
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_a_checkpoint_of_another_optimizer_is_refused(make: Any, folder: CheckpointFolder) -> None:
+    """Even one whose state has the same names, and would be taken over in silence."""
+    save(folder, 5)
+    model, _ = trained(0, 0)
+    with pytest.raises(TrainError, match=f"optimizer AdamW, and {make.__name__} is to go on"):
+        state.unpack(folder.load(5), model, make(model.parameters(), lr=1.0))
+
+
+def test_a_file_without_step_or_facts_is_refused(folder: CheckpointFolder) -> None:
+    path = save(folder, 5)
+    tensors, text = checkpoints._read(path)
+    for name in ("step", "facts"):
+        content = {key: value for key, value in json.loads(text).items() if key != name}
+        checkpoints._write(path, tensors, json.dumps(content))
+        with pytest.raises(FormatError, match="the step and the facts"):
+            folder.load(5)
+
+
+def test_a_full_disk_is_named(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise checkpoints._Refused("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoints, "_write", full)
+    with pytest.raises(TrainError, match=r"cannot be written to .*No space left"):
+        save(folder, 5)
 
 
 def test_state_that_cannot_be_kept_is_refused() -> None:

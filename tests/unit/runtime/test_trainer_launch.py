@@ -113,6 +113,30 @@ def test_a_rank_that_fails_alone_is_quoted(monkeypatch: pytest.MonkeyPatch) -> N
         launch(RANKS, [], None)
 
 
+def test_an_error_that_rank_0_cannot_know_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It only sees that the other one is gone."""
+    scripted(
+        monkeypatch,
+        lambda rank: (
+            "raise ValueError('no picture 7')"
+            if rank == 1
+            else "time.sleep(0.3); sys.exit('qsync-opt: rank 1 (weak) is gone')"
+        ),
+    )
+    with pytest.raises(TrainError, match=r"rank 1 \(weak\) failed: ValueError: no picture 7"):
+        launch(RANKS, [], None)
+
+
+def test_what_ranks_agreed_on_is_said_by_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(
+        monkeypatch,
+        lambda rank: (
+            f"time.sleep({0.3 * (rank == 0)}); print('qsync-opt: no', file=sys.stderr)\nsys.exit(2)"
+        ),
+    )
+    assert launch(RANKS, [], None) == 2
+
+
 def test_what_all_ranks_say_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, lambda rank: "sys.exit(2)")
     assert launch(RANKS, [], None) == 2

@@ -89,3 +89,18 @@ def test_a_broken_line_in_the_middle_is_refused(tmp_path: Path) -> None:
 def test_losses_are_weighted_by_samples() -> None:
     found = global_losses({0: [row(0, 0, 1.0, 3), row(1)], 1: [row(0, 1, 5.0, 1)]})
     assert found == [2.0]
+
+
+def test_losses_of_a_job_that_went_on_with_other_ranks_belong_to_their_steps() -> None:
+    """Two ranks for five steps, one for three, three for four, of which one is still to come."""
+    first = [row(step, 0, float(step)) for step in range(12)]
+    second = [row(step, 1, float(step)) for step in (*range(5), 8, 9, 10)]
+    third = [row(step, 2, float(step)) for step in range(8, 11)]
+    found = global_losses({0: first, 1: second, 2: third})
+    assert found == [float(step) for step in range(11)]
+    assert global_losses({}) == []
+    shrunk = {
+        0: [row(s, 0, float(s)) for s in range(9)],
+        1: [row(s, 1, float(s)) for s in range(3)],
+    }
+    assert global_losses(shrunk) == [float(step) for step in range(9)]
