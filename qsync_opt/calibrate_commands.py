@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
+    from qsync_opt.optimize.problem import AllocationProblem
     from qsync_opt.runtime.metrics import StepMetrics
 
 #: First steps of a run that do not count: buckets form, kernels are chosen, caches fill.
@@ -55,6 +57,9 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     problem = load_problem(arguments.problem)
     plan = load_plan_of(problem, arguments.plan)
     files = costs_files(arguments)
+    if len(set(files.values())) < len(files):
+        rule = "must name a file of its own for each device kind"
+        raise ParameterError("kind", rule, sorted(files.values())[0])
     check_targets(*files.values())
     graph = load_measured_graph(arguments)
     if graph is None:
@@ -62,7 +67,7 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     costs, _ = load_measured(problem, arguments)
     measured_s = arguments.measured
     if measured_s is None:
-        measured_s = _median_step_s(arguments.metrics)
+        measured_s = _median_step_s(arguments.metrics, problem)
     calibrated = calibrate(
         problem, plan, measured_s, graph=graph, costs=costs, waits=arguments.waits
     )
@@ -96,21 +101,32 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     return EXIT_PLAN
 
 
-def _median_step_s(folder: str) -> float:
+def _median_step_s(folder: str, problem: AllocationProblem) -> float:
     """Median over the steps of the slowest rank's time.
 
     Raises:
-        ParameterError: no steps that count.
+        ParameterError: no steps that count, or of a job of other ranks than the problem's.
     """
     from qsync_opt.model_commands import require_torch
 
     require_torch()
     from qsync_opt.runtime.metrics import read_metrics
 
+    if not Path(folder).is_dir():
+        raise ParameterError("metrics", "must be a folder that `train` wrote", folder)
     metrics: Mapping[int, list[StepMetrics]] = read_metrics(Path(folder))
+    found = Counter(rows[-1].kind for rows in metrics.values() if rows)
+    wanted = Counter({device.name: device.workers for device in problem.devices})
+    if all(metrics.values()) and found and found != wanted:
+        rule = f"must be of a job with the ranks of the problem ({_counted(wanted)})"
+        raise ParameterError("metrics", rule, _counted(found), "Give the run of this plan")
     steps = zip(*metrics.values(), strict=False)  # those that every rank has written
     times = [max(row.step_s for row in rows) for rows in steps][_WARM_UP:]
     if not times:
         rule = f"must hold more than {_WARM_UP} steps of a run"
         raise ParameterError("metrics", rule, folder, "Train for more steps with --output")
     return float(statistics.median(times))
+
+
+def _counted(kinds: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind} x {count}" for kind, count in sorted(kinds.items()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class HeldOutRun:
     def __post_init__(self) -> None:
         for name in ("predicted_s", "measured_s"):
             value = getattr(self, name)
-            if not 0.0 < value < float("inf"):
+            if not sys.float_info.min <= value < float("inf"):
                 rule = "must be a finite number > 0"
                 raise CostsError(f"held_out.{name}", rule, value, "Run the plan again")
 
@@ -48,15 +49,20 @@ class HeldOutRun:
         """Predicted over measured, less 1: above 0 where the prediction is too slow."""
         return self.predicted_s / self.measured_s - 1.0
 
+    @property
+    def missed(self) -> float:
+        """Measured over predicted, less 1: what was missed, as a share of the prediction."""
+        return self.measured_s / self.predicted_s - 1.0
+
 
 def largest_error(runs: Sequence[HeldOutRun]) -> float | None:
-    """Of the runs, regardless of sign; None without any."""
-    return max((abs(run.error) for run in runs), default=None)
+    """What a prediction may miss, as a share of itself: the most of the runs; None without any."""
+    return max((abs(run.missed) for run in runs), default=None)
 
 
 def median_error(runs: Sequence[HeldOutRun]) -> float | None:
-    """Of the runs, regardless of sign; None without any."""
-    return statistics.median(abs(run.error) for run in runs) if runs else None
+    """As `largest_error`, the median."""
+    return statistics.median(abs(run.missed) for run in runs) if runs else None
 
 
 def with_run(runs: Sequence[HeldOutRun], run: HeldOutRun) -> tuple[HeldOutRun, ...]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from qsync_opt import options
 from qsync_opt.commands import EXIT_PLAN, check_targets, load_plan_of
+from qsync_opt.errors import ParameterError
 from qsync_opt.measured_costs import add_measured_options, load_measured
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from qsync_opt.optimize.problem import AllocationProblem
     from qsync_opt.simulate.replay import Replay
     from qsync_opt.simulate.trace import Difference
+
+#: Of sums of floats: a share of a step that is none.
+_ROUNDING = 1e-9
 
 #: Operators listed by `--against`.
 _LISTED = 15
@@ -26,9 +30,11 @@ def add_commands(command: options.AddCommand) -> None:
     sub.add_argument("problem", metavar="PROBLEM", help="problem file")
     sub.add_argument("plan", metavar="PLAN", help="plan file")
     sub.add_argument("--trace", metavar="FILE", help="write a Chrome trace (.json or .json.gz)")
-    sub.add_argument("--against", metavar="FILE", help="compare with a measured Chrome trace")
     sub.add_argument(
-        "--rank", type=int, default=0, metavar="N", help="with --against; default: %(default)s"
+        "--against", metavar="FILE", help="compare with a measured Chrome trace, and show both"
+    )
+    sub.add_argument(
+        "--rank", type=int, metavar="N", help="of the measured trace, with --against; default: 0"
     )
     add_measured_options(sub)
 
@@ -38,19 +44,30 @@ def run_replay(arguments: argparse.Namespace) -> int:
     from qsync_opt import console
     from qsync_opt.files import load_problem, require_json_name
     from qsync_opt.simulate.replay import replay
-    from qsync_opt.simulate.trace import compare_traces, save_trace
+    from qsync_opt.simulate.trace import (
+        compare_traces,
+        overlaid,
+        read_trace,
+        save_document,
+        to_trace,
+    )
 
     if arguments.trace is not None:
         require_json_name("trace", arguments.trace)
+    if arguments.rank is not None and arguments.against is None:
+        raise ParameterError("--rank", "must be given with --against", arguments.rank)
     check_targets(arguments.trace)
     problem = load_problem(arguments.problem)
     plan = load_plan_of(problem, arguments.plan)
     replayed = replay(problem, plan, hosts=load_measured(problem, arguments)[1])
     differences: list[Difference] | None = None
     if arguments.against is not None:
-        differences = compare_traces(problem, replayed, arguments.against, arguments.rank)
+        differences = compare_traces(problem, replayed, arguments.against, arguments.rank or 0)
     if arguments.trace is not None:
-        save_trace(problem, replayed, arguments.trace)
+        document = to_trace(problem, replayed)
+        if arguments.against is not None:
+            document = overlaid(document, read_trace(arguments.against))
+        save_document(document, arguments.trace)
     if arguments.json:
         console.write_json(_to_json(problem, replayed, differences))
     else:
@@ -118,6 +135,7 @@ def _render(
     rows, memory = [], []
     for row in _rows(problem, replayed):
         host = float(row["host_bound_s"]) / total if total else 0.0  # type: ignore[arg-type]
+        host = host if host > _ROUNDING else 0.0
         rows.append(
             [
                 str(row["device"]),
@@ -126,6 +144,7 @@ def _render(
                     console.seconds(row[name])  # type: ignore[arg-type]
                     for name in ("compute_s", "cast_s", "optimizer_s", "waiting_s")
                 ),
+                console.seconds(replayed.communication_s),
                 console.percent(host),
             ]
         )
@@ -138,7 +157,8 @@ def _render(
                 console.size(row["memory_bytes"]),  # type: ignore[arg-type]
             ]
         )
-    columns = ["device kind", "ranks", "compute", "casts", "optimizer", "waiting", "host-bound"]
+    columns = ["device kind", "ranks", "compute", "casts", "optimizer", "waiting"]
+    columns += ["network", "host-bound"]
     parts: list[object] = ["\n".join(lines), console.table(columns, rows)]
     parts.append(console.table(["device kind", "at the peak", "peak memory", "of"], memory, left=2))
     if differences is not None:
@@ -152,6 +172,7 @@ def _render(
             for row in differences[:_LISTED]
         ]
         parts.append(console.table(["operator", "predicted", "measured", "more"], listed))
-        if len(differences) > _LISTED:
-            parts.append(f"the {_LISTED} that differ most, of {len(differences)} operators")
+        count, whole = len(differences), len(problem.operators)
+        text = f"the {_LISTED} that differ most of " if count > _LISTED else ""
+        parts.append(f"{text}{count} operators in the measured trace; the problem has {whole}")
     return parts

@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,12 @@ LANES = {HOST: "host", DEVICE: "device", NETWORK: "network"}
 
 #: Chrome traces count in microseconds.
 _US = 1e6
+
+#: Category of what torch.profiler shows of named regions on a GPU.
+_ON_GPU = "gpu_user_annotation"
+
+#: Microseconds since 1970 in the year 5138: no clock tells more.
+_LATEST_US = 1e17
 
 #: Bytes of the largest trace that is read: more is no training step.
 _LARGEST_TRACE = 2**31
@@ -64,6 +71,10 @@ def to_trace(problem: AllocationProblem, replayed: Replay) -> dict[str, Any]:
             events += [{**event, "pid": rank} for event in own]
             events += [{**event, "pid": rank} for event in _reductions(problem, replayed)]
             rank += 1
+    # Hosts run ahead, and viewers leave out what begins before 0.
+    begin = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    if begin < 0.0:
+        events = [{**e, "ts": e["ts"] - begin} if "ts" in e else e for e in events]
     return {
         "displayTimeUnit": "ms",
         "traceEvents": events,
@@ -101,10 +112,11 @@ def compare_traces(
     """What differs most between a replay and a measured trace, the largest difference first.
 
     A measured event belongs to the operator whose name it bears, or begins with before a
-    blank (`layer1.0.conv1 forward`). Where the trace has a process for each rank, as those of
-    `train` have, those of one rank count. Nested events of one operator count once, and so does a
-    trace of several steps, by the number of its events called `step` (or starting with
-    `ProfilerStep`).
+    blank (`layer1.0.conv1 forward`). Lanes of hosts do not count, nor do annotations of the host
+    where torch.profiler shows those of a GPU. Where the trace has a process for each rank, as
+    those of `train` have, those of one rank count. Nested events of one operator count once, and
+    so does a trace of several steps, by the number of its events called `step` (or of the names
+    that start with `ProfilerStep`).
 
     Args:
         problem: the problem.
@@ -134,41 +146,113 @@ def compare_traces(
     return sorted(rows, key=lambda row: (-abs(row.extra_s), row.name))
 
 
-def _measured(path: Path, names: set[str], rank: int) -> dict[str, float]:
-    """Seconds per step of the operators that a trace names, on one rank."""
-    where = str(path)
+def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The events of a Chrome trace (.json or .json.gz); times of spans are numbers.
+
+    Raises:
+        FormatError: not a Chrome trace.
+        OSError: it cannot be read.
+    """
+    path, where = Path(path), str(path)
     if path.stat().st_size > _LARGEST_TRACE:
         raise FormatError(where, f"must be smaller than {_LARGEST_TRACE} bytes", "a larger file")
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         data = json.loads(raw)
-        events = data["traceEvents"] if isinstance(data, dict) else data
-        complete = [event for event in events if event.get("ph") == "X"]
-        processes = _processes(events)
-    except (ValueError, gzip.BadGzipFile, EOFError) as error:
+    except (ValueError, gzip.BadGzipFile, EOFError, RecursionError) as error:
         raise FormatError(where, "must be complete, valid JSON", str(error)) from None
-    except (KeyError, TypeError, AttributeError):
+    events = data.get("traceEvents") if isinstance(data, dict) else data
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         rule = "must be a Chrome trace: a list of events, or an object with it in traceEvents"
-        raise FormatError(where, rule, "something else") from None
+        raise FormatError(where, rule, "something else")
+    for event in events:
+        for key, least in (("ts", -np.inf), ("dur", 0.0)):
+            value = event.get(key, 0.0)
+            if event.get("ph") == "X" and not _is_time(value, least):
+                rule = f"must have events whose {key} is a number of microseconds"
+                raise FormatError(where, rule, value)
+    return events
+
+
+def _is_time(value: object, least: float) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and least <= value <= _LATEST_US  # type: ignore[operator]
+
+
+def overlaid(predicted: dict[str, Any], events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A predicted trace with the processes of a measured one beside its own.
+
+    Args:
+        predicted: as `to_trace` gives it.
+        events: as `read_trace` gives them; they are shifted to begin with the prediction.
+    """
+    own = predicted["traceEvents"]
+    first = 1 + max((event["pid"] for event in own), default=-1)
+    numbers: dict[str, int] = {}
+    begin = min((event.get("ts", 0.0) for event in events if event.get("ph") == "X"), default=0.0)
+    names = {
+        str(event.get("pid")): str(event.get("args", {}).get("name", ""))
+        for event in events
+        if event.get("ph") == "M" and event.get("name") == "process_name"
+    }
+    moved = []
+    for event in events:
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            continue
+        process = str(event.get("pid"))
+        number = numbers.setdefault(process, first + len(numbers))
+        times = {"ts": event["ts"] - begin} if _is_time(event.get("ts"), -np.inf) else {}
+        moved.append({**event, "pid": number, **times})
+    titles = [
+        _named("process_name", number, f"measured: {names.get(process) or process}")
+        for process, number in numbers.items()
+    ]
+    return {**predicted, "traceEvents": [*own, *titles, *moved]}
+
+
+def _measured(path: Path, names: set[str], rank: int) -> dict[str, float]:
+    """Seconds per step of the operators that a trace names, on one rank's device."""
+    events = read_trace(path)
+    complete = [event for event in events if event.get("ph") == "X"]
+    processes = _processes(events)
     if processes and rank not in processes:
         known = ", ".join(map(str, sorted(processes)))
         raise FormatError("rank", f"must be one of the measured trace's: {known}", rank)
     if processes:
         complete = [event for event in complete if event.get("pid") == processes[rank]]
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    steps = 0
+    hosts = _host_lanes(events)
+    # torch.profiler shows what it is told the names of twice: as the host runs it and the GPU.
+    on_gpu = any(event.get("cat") == _ON_GPU for event in complete)
+    steps: dict[object, int] = defaultdict(int)
+    profiled = set()
     for event in complete:
-        label = str(event.get("name", ""))
-        steps += label == "step" or label.startswith("ProfilerStep")
+        label, lane = str(event.get("name", "")), (str(event.get("pid")), str(event.get("tid")))
+        if label == "step":
+            steps[lane] += 1
+        elif label.startswith("ProfilerStep"):
+            profiled.add(label)
         name = label if label in names else label.partition(" ")[0]
-        if name in names:
+        if name in names and lane not in hosts and (not on_gpu or event.get("cat") == _ON_GPU):
             begin = float(event.get("ts", 0.0))
             spans[name].append((begin, begin + float(event.get("dur", 0.0))))
     if not spans:
         rule = "must have events named like operators of the problem"
         remedy = "Name what an operator runs with torch.profiler.record_function"
-        raise FormatError(where, rule, f"{len(complete)} events", remedy)
-    return {name: _covered(rows) / _US / max(steps, 1) for name, rows in spans.items()}
+        raise FormatError(str(path), rule, f"{len(complete)} events", remedy)
+    count = max(len(profiled), *steps.values(), 1) if steps else max(len(profiled), 1)
+    return {name: _covered(rows) / _US / count for name, rows in spans.items()}
+
+
+def _host_lanes(events: Sequence[dict[str, Any]]) -> set[tuple[str, str]]:
+    """Process and thread of lanes that show hosts, in traces of this library."""
+    return {
+        (str(event.get("pid")), str(event.get("tid")))
+        for event in events
+        if event.get("ph") == "M"
+        and event.get("name") == "thread_name"
+        and event.get("args", {}).get("name") == LANES[HOST]
+    }
 
 
 def _processes(events: list[dict[str, Any]]) -> dict[int, object]:
@@ -176,10 +260,10 @@ def _processes(events: list[dict[str, Any]]) -> dict[int, object]:
     found = {}
     for event in events:
         if event.get("ph") == "M" and event.get("name") == "process_name":
-            word, _, rest = str(event["args"]["name"]).partition(" ")
+            word, _, rest = str(event.get("args", {}).get("name")).partition(" ")
             number = rest.partition(" ")[0]
             if word == "rank" and number.isdecimal():
-                found[int(number)] = event["pid"]
+                found[int(number)] = event.get("pid")
     return found
 
 

@@ -15,7 +15,16 @@ from qsync_opt.files import save_plan, save_problem
 from qsync_opt.optimize.evaluate import plan_from_columns
 from qsync_opt.optimize.problem import AllocationProblem
 from qsync_opt.simulate.replay import Replay, replay
-from qsync_opt.simulate.trace import compare_traces, save_trace, to_trace
+from qsync_opt.simulate.trace import (
+    DEVICE,
+    HOST,
+    compare_traces,
+    overlaid,
+    read_trace,
+    save_trace,
+    to_trace,
+)
+from tests.host_cases import random_hosts
 from tests.tiny_problems import random_column, tiny_problem
 
 
@@ -121,6 +130,85 @@ def test_the_process_of_a_rank_is_told_by_its_name(tmp_path: Path) -> None:
         compare_traces(problem, shown, path, 0)
 
 
+def with_hosts(seed: int) -> tuple[AllocationProblem, Replay]:
+    """A replay whose hosts launch before the step begins on the device."""
+    problem, _ = replayed(seed)
+    rng = np.random.default_rng(seed)
+    columns = [random_column(problem, device, rng) for device in problem.devices]
+    plan = plan_from_columns(problem, columns)
+    return problem, replay(problem, plan, hosts=random_hosts(problem, seed, slowdowns=(1.0,)))
+
+
+def test_hosts_are_shown_and_do_not_count(tmp_path: Path) -> None:
+    ahead = 0
+    for seed in range(8):
+        problem, shown = with_hosts(seed)
+        document = to_trace(problem, shown)
+        spans = [event for event in document["traceEvents"] if event["ph"] == "X"]
+        assert min(event["ts"] for event in spans) >= 0.0, "viewers leave out what is before 0"
+        hosts = [event for event in spans if event["tid"] == HOST]
+        assert hosts
+        ahead += min(event["ts"] for event in hosts) < min(
+            event["ts"] for event in spans if event["tid"] == DEVICE
+        )
+        path = tmp_path / "trace.json"
+        save_trace(problem, shown, path)
+        for row in compare_traces(problem, shown, path):
+            assert row.measured_s == pytest.approx(row.predicted_s, rel=1e-9, abs=1e-15)
+    assert ahead > 2
+
+
+def test_of_a_profile_of_a_gpu_the_gpu_counts(tmp_path: Path) -> None:
+    """A named region is there twice, and so is every step: as the host and the GPU ran it."""
+    problem, shown = replayed(3)
+    name = problem.operators[1].name
+    events = []
+    for step in range(3):
+        for category, late, length in (("user_annotation", 0, 900), ("gpu_user_annotation", 7, 40)):
+            at = 1000.0 * step + late
+            common = {"ph": "X", "cat": category, "pid": category, "tid": 1}
+            events.append({**common, "name": f"ProfilerStep#{step}", "ts": at, "dur": 950.0})
+            events.append({**common, "name": f"{name} forward", "ts": at, "dur": float(length)})
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(events))
+    (row,) = compare_traces(problem, shown, path)
+    assert row.measured_s == pytest.approx(40e-6)
+
+
+@pytest.mark.parametrize("key", ["ts", "dur"])
+@pytest.mark.parametrize("value", ["abc", None, [1], True, 10**400, float("inf"), float("nan")])
+def test_times_that_are_none_are_named(key: str, value: object, tmp_path: Path) -> None:
+    problem, shown = replayed(3)
+    event = {"ph": "X", "name": problem.operators[0].name, "ts": 1.0, "dur": 1.0, key: value}
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps([event]))
+    with pytest.raises(FormatError, match=rf"odd\.json: must have events whose {key} is a number"):
+        compare_traces(problem, shown, path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(FormatError, match="must be complete, valid JSON"):
+        compare_traces(problem, shown, path)
+
+
+def test_both_are_shown_in_one_trace(tmp_path: Path) -> None:
+    problem, shown = replayed(3)
+    name = problem.operators[0].name
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "rank 0 (strong)"}},
+        {"ph": "X", "name": f"{name} forward", "pid": 7, "tid": 1, "ts": 5e6, "dur": 3.0},
+        {"ph": "X", "name": f"{name} backward", "pid": 7, "tid": 1, "ts": 5e6 + 9, "dur": 4.0},
+    ]
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(events))
+    document = to_trace(problem, shown)
+    both = overlaid(document, read_trace(path))["traceEvents"]
+    own = document["traceEvents"]
+    assert both[: len(own)] == own
+    added = both[len(own) :]
+    assert {event["pid"] for event in added}.isdisjoint(event["pid"] for event in own)
+    assert added[0]["args"]["name"] == "measured: rank 0 (strong)"
+    assert [(event["ts"], event["dur"]) for event in added[1:]] == [(0.0, 3.0), (9.0, 4.0)]
+
+
 @pytest.mark.parametrize(
     "text", ["", "[1, 2]", "{}", '{"traceEvents": 3}', '{"traceEvents": []}', "not json"]
 )
@@ -178,5 +266,11 @@ def test_the_command_shows_writes_and_compares(
     table = capsys.readouterr().out
     assert all(device.name in table for device in problem.devices)
     assert problem.operators[0].name in table
+    assert f"{len(problem.operators)} operators in the measured trace" in table
+    assert main(["replay", *files[:2], "--rank", "0"]) == 2
+    assert "--rank: must be given with --against" in capsys.readouterr().err
+    both = str(tmp_path / "both.json")
+    assert main(["replay", *files[:2], "--against", files[2], "--trace", both]) == 0
+    assert "measured: rank 0" in Path(both).read_text()
     assert main(["replay", *files[:2], "--kind", "a=b"]) == 2
     assert "--graph: must be given with --kind" in capsys.readouterr().err
