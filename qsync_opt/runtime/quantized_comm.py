@@ -37,6 +37,9 @@ _CAST_HOOKS: Mapping[str, tuple[Any, torch.dtype]] = {
     "bf16": (default_hooks.bf16_compress_hook, torch.bfloat16),
 }
 
+#: What ranks must agree on.
+_AGREED = "how gradients are sent"
+
 #: Names of a bucket's tensors in `GradientHook.state`.
 _PARTS = ("table", "first", "second")
 
@@ -66,6 +69,9 @@ def compress_gradients(
         remedy = "Shard the model and use quantize_sharding, or code gradients only"
         raise ParameterError("communication, weights", rule, str(communication), remedy)
     if communication.cast is None and communication.gradients is None:
+        # Ranks that code would else wait for those that do not.
+        group: Any = model.process_group
+        Exchange(group).require_equal([0], next(model.parameters()).device, _AGREED)
         return None
     return _register(model, Uniform(communication=communication), seed)
 
@@ -142,7 +148,7 @@ class GradientHook:
         facts = [*sending.facts(), seed, len(sizes), *sizes]
         facts = [int(fact) & 0x7FFFFFFFFFFFFFFF for fact in facts]
         device = next(model.parameters()).device
-        exchange.require_equal(facts, device, "how gradients are sent")
+        exchange.require_equal(facts, device, _AGREED)
 
     @property
     def sent_bytes(self) -> int:
@@ -160,6 +166,15 @@ class GradientHook:
                     if lost is not None:
                         lost.mul_(scale / self._scale)
         self.step, self._scale = step, scale
+
+    def leave_out(self) -> None:
+        """The step whose gradients came last is not taken: its codes took nothing away.
+
+        Else what is not finite in one bucket would change what all others give back. All ranks
+        call it together, where a loss scaler leaves out a step.
+        """
+        for bucket in self._buckets.values():
+            bucket.memory.undo()
 
     def change(self, sending: Sending) -> None:
         """Send otherwise from the next step on; all ranks call it with the same.

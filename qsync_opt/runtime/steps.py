@@ -214,6 +214,8 @@ class Stepper:
         if is_taken:
             with self._pass.labels.other("optimizer"):
                 self._optimizer.step()
+        elif isinstance(self.hook, GradientHook):
+            self.hook.leave_out()
         ready = reduced if self._ready is None else self._ready
         sent = self._ring_bytes if self.hook is None else self.hook.sent_bytes - sent_before
         return Taken(

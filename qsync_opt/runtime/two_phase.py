@@ -129,6 +129,17 @@ class Memory:
         self.learned_at = -1
         self.first: Tensor | None = None
         self.second: Tensor | None = None
+        self._before: tuple[Any, ...] | None = None
+
+    def begin(self) -> None:
+        """A step begins, which may turn out to be left out."""
+        self._before = self.table, self.learned_at, self.first, self.second
+
+    def undo(self) -> None:
+        """Be as before the step that began last."""
+        if self._before is not None:
+            self.table, self.learned_at, self.first, self.second = self._before
+            self._before = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +181,7 @@ class Averaging:
         """
         exchange = self.exchange
         layout, world = self.layout(values.numel()), exchange.world
+        memory.begin()
         table = self._learn(values, layout, memory, step)
         # --- to the rank that owns the chunk
         given = self._with_feedback(values, memory.first)

@@ -344,6 +344,39 @@ def feedback(rank: int, world: int, folder: Path) -> None:
         assert sums["g2e"] < 0.2 < sums["g2"]
 
 
+def feedback_beside_steps_that_are_left_out(rank: int, world: int, folder: Path) -> None:
+    """A step that overflows in one bucket takes nothing from what the others give back."""
+    sums = {}
+    for word in ("g2", "g2e"):
+        torch.manual_seed(0)
+        last = nn.Linear(2000, 8)
+        model = nn.Sequential(nn.Linear(40, 2000), last)
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=0.1)
+        found = compress_gradients(wrapped, parse_communication(word))
+        assert found is not None
+        x = torch.randn(6, 40, generator=torch.Generator().manual_seed(rank))
+        total = torch.zeros(sum(p.numel() for p in model.parameters()))
+        for step in range(26):
+            model.zero_grad(set_to_none=True)
+            found.begin(step)
+            is_lost = step % 2 == 1
+            loss = wrapped(x).square().mean()
+            loss = loss + last.bias.sum() * float("inf") if is_lost else loss
+            loss.backward()
+            if is_lost:
+                assert not bool(torch.isfinite(_flat(model)).all())
+                found.leave_out()
+            elif step > 1:  # buckets are formed anew after the first
+                total += _flat(model)
+        model.zero_grad(set_to_none=True)
+        torch.autograd.backward(model(x).square().mean())
+        whole = _flat(model).clone()
+        distributed.all_reduce(whole)
+        whole /= world
+        sums[word] = float((total / 12 - whole).norm() / whole.norm())
+    assert sums["g2e"] < 0.4 * sums["g2"], sums
+
+
 def restart(rank: int, world: int, folder: Path) -> None:
     """A hook that goes on from a state gives the bits of one that went on by itself."""
 
@@ -391,6 +424,9 @@ def casts_and_mistakes(rank: int, world: int, folder: Path) -> None:
     if world > 1:
         with pytest.raises(TrainError, match="ranks do not agree on how gradients are sent"):
             compress_gradients(wrapped, parse_communication("g8" if rank else "g4"))
+        with pytest.raises(TrainError, match="ranks do not agree on how gradients are sent"):
+            compress_gradients(wrapped, parse_communication("g8" if rank else "fp32"))
+    assert compress_gradients(wrapped, parse_communication("fp32")) is None
     sparse = DistributedDataParallel(nn.Embedding(50, 40, sparse=True))
     assert compress_gradients(sparse, parse_communication("g8")) is not None
     with pytest.raises(ParameterError, match="must be dense"):
@@ -539,6 +575,7 @@ PARTS: dict[str, tuple[Part, tuple[int, ...]]] = {
     "mixed dtypes": (mixed_dtypes, _SOME),
     "small buckets": (small_buckets, WORLDS),
     "feedback": (feedback, (2,)),
+    "feedback, steps left out": (feedback_beside_steps_that_are_left_out, (2,)),
     "restart": (restart, (1, 2)),
     "casts and mistakes": (casts_and_mistakes, (1, 2)),
     "agreement": (agreement, (2, 4)),
