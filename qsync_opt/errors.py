@@ -7,10 +7,14 @@ classes also derive from the built-in exception that fits (`ValueError`, `Runtim
 
 from __future__ import annotations
 
+from enum import Enum
+
 _LONGEST_VALUE = 120
 
 
 def _shorten(value: object) -> str:
+    if isinstance(value, Enum):
+        value = value.value
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of more than 4300 digits

@@ -94,6 +94,11 @@ def add_commands(command: options.AddCommand) -> None:
         help="of a rank, most that its indicator is gathered on; default: %(default)s",
     )
     sub.add_argument(
+        "--find-unused-parameters",
+        action="store_true",
+        help="for a model that leaves parameters out of some steps",
+    )
+    sub.add_argument(
         "--communication",
         metavar="WORD",
         help="what ranks send: gradients in fp32 (default), bf16, fp16, or bits such as g8, g4,"
@@ -260,6 +265,7 @@ def _parameters(arguments: argparse.Namespace) -> TrainParameters:
         trace=None if arguments.trace is None else Path(arguments.trace),
         trace_steps=arguments.trace_steps,
         emulate=arguments.emulate,
+        find_unused_parameters=arguments.find_unused_parameters,
         timeout_s=arguments.timeout,
     )
 
@@ -277,8 +283,11 @@ def _shares(text: str | None) -> dict[str, float] | None:
     shares = {}
     for word in text.split(","):
         kind, _, number = word.partition("=")
+        kind = kind.strip()
+        if kind in shares:
+            raise ParameterError("shares", "must name each device kind once", kind)
         try:
-            shares[kind.strip()] = float(number)
+            shares[kind] = float(number)
         except ValueError:
             raise ParameterError("shares", "must be KIND=FRACTION,...", text) from None
     return shares

@@ -160,7 +160,7 @@ def _find_build(file: Path) -> Any:
     sys.modules[name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends when it has done its work
         del sys.modules[name]
         raise _failed(str(file), error) from error
     build = getattr(module, "build", None)
@@ -195,7 +195,7 @@ def _beside(file: Path) -> Iterator[None]:
         sys.path.remove(folder)
 
 
-def _failed(what: str, error: Exception) -> CaptureError:
+def _failed(what: str, error: BaseException) -> CaptureError:
     text = str(error).strip()
     first = text.splitlines()[0] if text else "no message"
     return CaptureError(

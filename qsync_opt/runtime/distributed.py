@@ -190,7 +190,11 @@ def joined(device: torch.device, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks
             with suppress(RuntimeError):  # the group broke with a rank
                 distributed.destroy_process_group(control)
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    size = os.environ.get("WORLD_SIZE", "1")
+    if not size.isdecimal():
+        what = f"the ranks of the job cannot be joined: WORLD_SIZE is {size!r}"
+        raise TrainError(what, "Let a launcher set it, or unset it")
+    if int(size) == 1:
         yield Ranks(rank=0, world=1, device=device)
         return
     try:

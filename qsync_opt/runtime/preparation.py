@@ -273,6 +273,10 @@ class Preparation:
         for kind in kinds:
             if kind not in given:
                 raise ParameterError("shares", f"must name the device kind {kind}", list(given))
+        unknown = [kind for kind in self._parameters.shares or () if kind not in kinds]
+        if unknown:
+            rule = f"must name device kinds of the job ({', '.join(sorted(set(kinds)))})"
+            raise ParameterError("shares", rule, unknown[0])
         if self._parameters.shares is None and problem is not None:
             _require_whole_batch(problem, kinds)
         return [float(given[kind]) for kind in kinds]

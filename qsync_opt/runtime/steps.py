@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from qsync_opt.errors import TrainError
 from qsync_opt.measure.step import Loss
 from qsync_opt.plan import PrecisionPlan
 from qsync_opt.runtime.batches import Batches, MicroBatch
@@ -27,6 +28,9 @@ from qsync_opt.runtime.quantized_sharding import QuantizedSharding
 from qsync_opt.runtime.scaling import LossScale
 from qsync_opt.runtime.sharded_model import ShardedModel
 from qsync_opt.runtime.shared_reduction import reduce_beside
+
+#: How DDP begins to say that a gradient it waited for did not come.
+_UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +235,15 @@ class Stepper:
         """Forward and backward of a micro-batch; its mean loss."""
         factor = part.weight * (1.0 if self._scale is None else self._scale.scale)
         count = step * len(self._parts) + number
-        return self._pass.run(step, part.rows, count=count, factor=factor)
+        try:
+            return self._pass.run(step, part.rows, count=count, factor=factor)
+        except RuntimeError as error:
+            if _UNUSED not in str(error):
+                raise
+            raise TrainError(
+                "the model leaves parameters out of a step, and ranks wait for their gradients",
+                "Give find_unused_parameters (on the command line --find-unused-parameters)",
+            ) from error
 
     def _gradients(self) -> list[Tensor]:
         found = [p.grad for p in self._model.parameters() if p.grad is not None]

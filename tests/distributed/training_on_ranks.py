@@ -20,7 +20,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its list
 from torch.nn import functional
 
-from qsync_opt.errors import PlanError, QsyncError, TrainError
+from qsync_opt.errors import ParameterError, PlanError, QsyncError, TrainError
 from qsync_opt.kernels.rounding import Rounding
 from qsync_opt.measure.model_file import load_batches, load_model
 from qsync_opt.optimize.generate import generate_problem
@@ -187,6 +187,10 @@ def disagreement(rank: int, folder: Path) -> None:
     assert "parameters weight" in refusal(rank, conv)
     problem = generate_problem(operators=3, precisions=2, devices=2, seed=rank)
     assert "problem is" in refusal(rank, small_model(), problem=problem)
+    shares = {"strong": 0.5, "weak": 0.5, "ghost": 0.1}
+    options = TrainParameters(steps=2, batch_size=9, shares=shares)
+    with pytest.raises(ParameterError, match=r"device kinds of the job \(strong, weak\)"):
+        train(small_model(), data(), functional.cross_entropy, kind=KINDS[rank], parameters=options)
     text = refusal(rank, small_model(), parameters=TrainParameters(steps=2 + rank, batch_size=9))
     assert "options steps is 3 there and 2 on rank 0" in text
     with pytest.MonkeyPatch.context() as patch:
@@ -194,6 +198,30 @@ def disagreement(rank: int, folder: Path) -> None:
         text = refusal(rank, small_model())
     assert "torch is 2.13.0 there and 2.11.0 on rank 0" in text
     assert "Install the same version" in text
+
+
+class Branch(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+def unused_parameters(rank: int, folder: Path) -> None:
+    """They are named as the trouble, with what to do; done, the job runs."""
+    text = refusal(rank, Branch(), parameters=TrainParameters(steps=3, batch_size=ROWS))
+    assert "leaves parameters out of a step" in text
+    assert "find_unused_parameters" in text
+    parameters = TrainParameters(steps=3, batch_size=ROWS, find_unused_parameters=True)
+    result = train(
+        Branch(), data(), functional.cross_entropy, parameters=parameters, kind=KINDS[rank]
+    )
+    assert len(result.metrics) == 3
 
 
 def failure_on_one_rank(rank: int, folder: Path) -> None:
@@ -316,6 +344,7 @@ PARTS: Mapping[str, Callable[[int, Path], None]] = {
     "resume, other generators": resume_with_other_generators,
     "interruption": interruption,
     "disagreement": disagreement,
+    "unused parameters": unused_parameters,
     "failure on one rank": failure_on_one_rank,
     "overflow": overflow,
     "divergence": divergence,

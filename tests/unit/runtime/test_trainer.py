@@ -267,3 +267,9 @@ def test_every_step_is_reported() -> None:
         assert row.compute_s + row.wait_s <= row.step_s
         assert (row.samples, row.loss_scale, row.skipped) == (12, 1.0, False)
         assert row.memory_bytes > 2**20
+
+
+def test_a_world_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(TrainError, match="WORLD_SIZE is 'many'"):
+        fit(make_model(), 1)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_opt.errors import ParameterError
+from qsync_opt.errors import CaptureError, ParameterError
 from qsync_opt.measure.model_file import load_batches
 from qsync_opt.measure.step import leaves
 from qsync_opt.runtime.batches import Slices, batch_rows, count_samples, micro_batches
@@ -117,6 +117,13 @@ def test_batches_are_those_of_the_file_that_is_named(tmp_path: Path) -> None:
     assert batches(0, range(1)) == "own"
     own.write_text("from base import build\n")
     assert load_batches(own, {}) is None
+
+
+def test_a_file_that_ends_the_process_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "script.py"
+    file.write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(CaptureError, match=r"script\.py"):
+        load_batches(file, {})
 
 
 def test_a_model_file_need_not_have_batches() -> None:

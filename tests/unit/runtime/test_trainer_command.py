@@ -108,6 +108,7 @@ def test_a_kind_must_be_named_where_there_are_several(
         (["--steps", "1", "--uniform", "fp4"], "--uniform"),
         (["--steps", "1", "--autocast", "int8"], "--autocast"),
         (["--steps", "1", "--shares", "weak"], "--shares"),
+        (["--steps", "1", "--shares", "weak=0.5,weak=0.5"], "--shares: must name each"),
         (["--steps", "1", "--optimizer", "lion"], "--optimizer"),
         (["--steps", "1", "--ranks", "strong"], "--ranks"),
         (["--steps", "1", "--set", "depth=3"], "depth"),
