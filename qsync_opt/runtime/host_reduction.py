@@ -79,10 +79,10 @@ class Reduction(ABC):
                 tensor.record_stream(self._stream)
         # Errors are raised in what follows the first future: set on it, C++ would not see them.
         devices: Any = None if self._stream is None else [self._device]
-        done: Future[None] = Future(devices=devices)
+        done: Future[Tensor] = Future(devices=devices)
         failure: list[Exception] = []
 
-        def result(_: Future[None]) -> Tensor:
+        def result(_: Future[Tensor]) -> Tensor:
             if failure:
                 raise failure[0]
             return values
@@ -117,17 +117,18 @@ class Reduction(ABC):
         values: Tensor,
         begun: Tensor,
         there: Any,
-        done: Future[None],
+        done: Future[Tensor],
         failure: list[Exception],
     ) -> None:
         try:
             with torch.cuda.stream(self._stream), torch.no_grad():
                 self._add_up(begun, there, values)
-                done.set_result(None)  # remembers where the stream stands
+                # Remembers where the stream stands: of the devices of its value, so not of None.
+                done.set_result(values)
         except Exception as error:  # noqa: BLE001  # whatever it is, the backward waits for it
             self._has_failed = True
             failure.append(error)
-            done.set_result(None)
+            done.set_result(values)
 
 
 class HostReduction(Reduction):
