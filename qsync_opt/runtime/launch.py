@@ -104,6 +104,7 @@ def launch(
 
     Raises:
         TrainError: a rank died, with its name and last step.
+        KeyboardInterrupt: a signal to this process ended ranks that had not begun yet.
     """
     kinds = [group.kind for group in ranks for _ in range(group.count)]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -128,6 +129,8 @@ def launch(
         finally:
             _end(processes)
         codes = [process.returncode for process in processes]
+        if interruption.requested and first is not None and codes[first] == -signal.SIGTERM:
+            raise KeyboardInterrupt  # before it could take the signal for a wish
         if first is not None and codes[first] < 0:
             raise _died(first, kinds[first], codes[first], folder)
         if first is not None and first > 0:

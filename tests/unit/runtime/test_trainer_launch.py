@@ -161,3 +161,19 @@ def test_an_interruption_reaches_every_rank(
     scripted(monkeypatch, script)
     assert launch(RANKS, [], None) == 130
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interruption_of_ranks_that_have_not_begun_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They die of the signal that others end their step for; no rank was lost."""
+    scripted(
+        monkeypatch,
+        lambda rank: (
+            f"os.kill({os.getpid()}, signal.SIGINT); time.sleep(60)"
+            if rank == 0
+            else "time.sleep(60)"
+        ),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        launch(RANKS, [], None)
