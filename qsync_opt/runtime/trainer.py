@@ -331,11 +331,9 @@ class _Job:
         if parts.sharded is not None:
             parts.sharded.collect()
         if self._ranks.any(not weights_are_finite(self._task.model)):
-            saved = self._position.saved
-            kept = "no checkpoint" if saved is None else f"the checkpoint of step {saved}"
             raise TrainError(
                 f"weights are not finite after step {done - 1}: a gradient was not, although the"
-                f" loss was; {kept} comes from before",
+                f" loss was; {self._kept()} comes from before",
                 "Look for roots and divisions at 0, or lower the learning rate",
             )
         if isinstance(parts.optimizer, WholeState) and self._parameters.folder is not None:
@@ -350,10 +348,12 @@ class _Job:
         told = {r: int(raw) for r, raw in enumerate(self._ranks.gather_bytes(mine)) if raw}
         first = min(told.values())
         lost = [rank for rank, step in told.items() if step == first]
-        saved = self._position.saved
-        kept = "no checkpoint" if saved is None else f"the checkpoint of step {saved}"
         raise TrainError(
             f"the loss of {names_of(lost, self._position.kinds)} is not finite in step {first};"
-            f" {kept} comes from before",
+            f" {self._kept()} comes from before",
             "Lower the learning rate, or give operators more precision",
         )
+
+    def _kept(self) -> str:
+        saved = self._position.saved
+        return "no checkpoint" if saved is None else f"the checkpoint of step {saved}"
