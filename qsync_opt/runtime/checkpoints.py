@@ -7,6 +7,8 @@ imported, otherwise torch's own format, read with `weights_only`. No code is sto
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
@@ -14,7 +16,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -62,20 +64,48 @@ class CheckpointFolder:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self._keep = keep
+        self._lock: IO[bytes] | None = None
 
-    def prepare(self) -> None:
-        """Make the folder, and remove what a killed process could not finish.
+    def prepare(self, rank: int = 0) -> None:
+        """Make the folder, keep other jobs out, and remove what a killed process left unfinished.
+
+        Args:
+            rank: of this process in its job; those of a job share the folder.
 
         Raises:
-            TrainError: it cannot be made or written.
+            TrainError: it cannot be made or written, or another job is at work there.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._keep_out(rank)
             for path in self.folder.iterdir():
                 if _TEMPORARY.fullmatch(path.name):
                     path.unlink(missing_ok=True)  # another rank may be as quick
         except OSError as error:
             raise self._unwritable(error) from error
+
+    def close(self) -> None:
+        """Let other jobs in; a process that ends does so too, however it ends."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _keep_out(self, rank: int) -> None:
+        if self._lock is not None:
+            return
+        lock = (self.folder / f".rank-{rank}.lock").open("wb")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):  # a file system without locks
+                self._lock = lock
+                return
+            lock.close()
+            raise TrainError(
+                f"another job is at work in {self.folder}: rank {rank} of it holds {lock.name}",
+                "Give each job a folder of its own, or wait for that one",
+            ) from None
+        self._lock = lock
 
     def steps(self) -> list[int]:
         """The steps there are checkpoints of, ascending."""

@@ -53,7 +53,7 @@ class Keeper:
         newest = -1
         failure: QsyncError | None = None
         try:
-            folder.prepare()
+            folder.prepare(ranks.rank)
             newest = max(folder.steps(), default=-1)
             if newest >= 0 and not self._resume:
                 rule = "must hold no checkpoints unless they are to be used"
@@ -85,6 +85,11 @@ class Keeper:
             where = f"checkpoint of step {found.step}"
             raise PlanError(where, rule, found.facts["plan"], remedy)
         return found
+
+    def close(self) -> None:
+        """Let other jobs use the folder."""
+        if self._folder is not None:
+            self._folder.close()
 
     def restore(
         self,

@@ -98,6 +98,7 @@ class Parts:
     def close(self) -> None:
         """Leave the model without hooks, and no process behind."""
         self.stepper.close()
+        self.keeper.close()
         if self.refinement is not None:
             self.refinement.close()
 
@@ -165,6 +166,15 @@ class Preparation:
         }
         position.kinds = require_agreement(ranks, description, task.kind, failure)
         keeper = Keeper(ranks, parameters, plan, position)
+        try:
+            return self._begin(keeper, position)
+        except BaseException:
+            keeper.close()
+            raise
+
+    def _begin(self, keeper: Keeper, position: Position) -> Parts:
+        """What is done once ranks agree."""
+        ranks, task, parameters = self._ranks, self._task, self._parameters
         found = keeper.newest()
         batches = Slices(task.batch, ranks.device) if task.batches is None else task.batches
         counts = self._counts(found, position.kinds, batches)

@@ -273,3 +273,22 @@ def test_a_world_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(TrainError, match="WORLD_SIZE is 'many'"):
         fit(make_model(), 1)
+
+
+def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
+    """The slower one's checkpoints would be removed, and its lines written over."""
+    told: list[str] = []
+
+    def intrude(progress: TrainProgress) -> None:
+        with pytest.raises(TrainError, match="another job is at work") as caught:
+            fit(make_model(), 9, folder=tmp_path)
+        told.append(str(caught.value))
+
+    first = fit(make_model(), 3, intrude, folder=tmp_path, checkpoint_interval=1)
+    assert len(told) == 3
+    assert [row.step for row in read_metrics(tmp_path)[0]] == [0, 1, 2]
+    assert first.checkpoint_step == 3
+    assert fit(make_model(), 4, folder=tmp_path).first_step == 3
+    with pytest.raises(PlanError):  # one that cannot begin leaves the folder to others
+        fit(make_model(), 5, folder=tmp_path, uniform=Precision.BF16)
+    assert fit(make_model(), 5, folder=tmp_path).first_step == 4

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +57,22 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.fixture(params=["safetensors", "torch"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Any) -> CheckpointFolder:
+def folder(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Any
+) -> Iterator[CheckpointFolder]:
     if request.param == "torch":
         monkeypatch.setattr(checkpoints, "safetensors", None)
     else:
         pytest.importorskip("safetensors")
     found = CheckpointFolder(tmp_path / "job", keep=2)
     found.prepare()
-    return found
+    with closing(found):
+        yield found
+
+
+def names_in(folder: CheckpointFolder) -> set[str]:
+    """All files but that by which other jobs are kept out."""
+    return {path.name for path in folder.folder.iterdir()} - {".rank-0.lock"}
 
 
 def save(folder: CheckpointFolder, number: int, seed: int = 0, steps: int = 2) -> Path:
@@ -117,7 +127,9 @@ def test_a_write_that_fails_leaves_what_was_there(
     for number in (5, 6):
         with pytest.raises(TrainError, match="No space left"):
             save(folder, number, seed=1)
-    assert [path.name for path in folder.folder.iterdir()] == [before.name]
+    assert [path.name for path in folder.folder.iterdir() if path.suffix != ".lock"] == [
+        before.name
+    ]
     assert before.read_bytes() == content
 
 
@@ -128,7 +140,10 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(folder: Checkpoi
     for path in (left, foreign):
         path.write_bytes(b"half")
     folder.prepare()
-    assert {path.name for path in folder.folder.iterdir()} == {kept.name, foreign.name}
+    assert {path.name for path in folder.folder.iterdir() if path.suffix != ".lock"} == {
+        kept.name,
+        foreign.name,
+    }
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
