@@ -40,15 +40,13 @@ from qsync_opt.runtime.parameters import TrainParameters
 from qsync_opt.runtime.passes import Pass
 from qsync_opt.runtime.patching import Patch
 from qsync_opt.runtime.plan_bits import bits_of_job
-from qsync_opt.runtime.quantized_comm import GradientHook
-from qsync_opt.runtime.quantized_sharding import QuantizedSharding
 from qsync_opt.runtime.refinement import Refinement, plan_in, rows_of
 from qsync_opt.runtime.scaling import LossScale
 from qsync_opt.runtime.sharded_model import ShardedModel, WholeState
 from qsync_opt.runtime.steps import Stepper
 
-#: In a checkpoint: what each rank's communication hook keeps.
-_HOOK = "communication/"
+#: In a checkpoint: what each rank's communication hook keeps, and the buffers of its shards.
+HOOK, BUFFERS = "communication/", "buffers/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,20 +210,14 @@ class Preparation:
             keeper.restore(found, task.model, kept, scale)
             if sharded is not None:
                 sharded.spread()
+                sharded.load_buffers(own_tensors(BUFFERS, found, ranks))
             if refinement is not None:
                 refinement.restore(found)
         first = 0 if found is None else found.step
         if first < parameters.steps:
             stepper.rehearse(first)
         if found is not None and stepper.hook is not None:
-            own = f"{_HOOK}{ranks.rank}/"
-            stepper.hook.load_state(
-                {
-                    name.removeprefix(own): tensor
-                    for name, tensor in found.tensors.items()
-                    if name.startswith(own)
-                }
-            )
+            stepper.hook.load_state(own_tensors(HOOK, found, ranks))
         return Parts(
             first=first,
             plan=in_use,
@@ -348,6 +340,16 @@ def _require_whole_batch(problem: AllocationProblem, kinds: Sequence[str]) -> No
     raise ParameterError("ranks", rule, found, "Give shares, or build the problem for these ranks")
 
 
-def hook_tensors(hook: GradientHook | QuantizedSharding, ranks: Ranks) -> dict[str, Tensor]:
-    """What a checkpoint keeps of the communication hooks of all ranks; on rank 0."""
-    return {_HOOK + name: tensor for name, tensor in state.gather(hook.state(), ranks).items()}
+def tensors_of_ranks(place: str, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """What a checkpoint keeps of each rank under a place; on rank 0, nothing on the others."""
+    return {place + name: tensor for name, tensor in state.gather(tensors, ranks).items()}
+
+
+def own_tensors(place: str, found: Checkpoint, ranks: Ranks) -> dict[str, Tensor]:
+    """What it has kept of this rank; nothing of one that the job did not have."""
+    own = f"{place}{ranks.rank}/"
+    return {
+        name.removeprefix(own): tensor
+        for name, tensor in found.tensors.items()
+        if name.startswith(own)
+    }

@@ -80,6 +80,17 @@ class ShardedModel:
             for own, shard in _pairs(self._model.buffers(), self.module.buffers()):
                 own.copy_(shard)
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Name -> buffer of this rank, on the CPU: those of ranks differ, as samples do."""
+        return {name: buffer.detach().cpu() for name, buffer in self.module.named_buffers()}
+
+    def load_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Go on with what `buffers` gave on this rank."""
+        own = dict(self.module.named_buffers())
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                own[name].copy_(buffer)
+
     def spread(self) -> None:
         """Give the ranks the weights of the model, which must be the same on all of them."""
         with torch.no_grad():

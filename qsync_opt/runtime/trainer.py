@@ -31,7 +31,14 @@ from qsync_opt.runtime.lost_ranks import Position, naming_lost_ranks
 from qsync_opt.runtime.metrics import MetricsFile, StepMetrics, memory_in_use
 from qsync_opt.runtime.parameters import TrainParameters
 from qsync_opt.runtime.patching import Patch
-from qsync_opt.runtime.preparation import Parts, Preparation, Task, hook_tensors
+from qsync_opt.runtime.preparation import (
+    BUFFERS,
+    HOOK,
+    Parts,
+    Preparation,
+    Task,
+    tensors_of_ranks,
+)
 from qsync_opt.runtime.refinement import keep_plan, plan_to_json
 from qsync_opt.runtime.sharded_model import WholeState
 from qsync_opt.runtime.state import weights_are_finite
@@ -327,7 +334,9 @@ class _Job:
             facts["current_plan"] = plan_to_json(self._plan)
         tensors = {} if parts.refinement is None else parts.refinement.tensors()
         if parts.stepper.hook is not None and self._parameters.folder is not None:
-            tensors |= hook_tensors(parts.stepper.hook, self._ranks)
+            tensors |= tensors_of_ranks(HOOK, parts.stepper.hook.state(), self._ranks)
+        if parts.sharded is not None and self._parameters.folder is not None:
+            tensors |= tensors_of_ranks(BUFFERS, parts.sharded.buffers(), self._ranks)
         if parts.sharded is not None:
             parts.sharded.collect()
         if self._ranks.any(not weights_are_finite(self._task.model)):
