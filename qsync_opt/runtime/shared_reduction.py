@@ -33,6 +33,9 @@ _PLACES = 2
 
 _LEAST_BYTES = 2**20
 
+#: Elements that are averaged for a check, and products that make a rank late in it.
+_CHECKED, _LATE = 4096, 20
+
 #: How long a rank that leaves waits for the others, which may read its memory.
 _FAREWELL = timedelta(seconds=10)
 
@@ -243,9 +246,38 @@ def _on_one_gpu(group: Any, device: torch.device, kernels: Native) -> Reduction:
         return GpuBoard(group, device, kernels, size_bytes)
 
     try:
-        return SharedReduction(group, device, make_board)
+        shared = SharedReduction(group, device, make_board)
     except KernelError:  # processes of two containers, say; all ranks know
         return HostReduction(group, device)
+    if adds_up(shared, device, group):
+        return shared
+    shared.close()
+    return HostReduction(group, device)
+
+
+def adds_up(reduction: Reduction, device: torch.device, group: Any) -> bool:
+    """Whether averages over ranks are right, in turns in which one rank is late; on all of them.
+
+    What processes share of a GPU depends on the driver, on MPS and on containers, and a gradient
+    that is wrong is not seen later.
+
+    Args:
+        reduction: of the group.
+        device: of its tensors.
+        group: of the ranks.
+    """
+    rank, world = distributed.get_rank(group), distributed.get_world_size(group)
+    places = torch.arange(_CHECKED, device=device, dtype=torch.float32)
+    work = torch.eye(_CHECKED // 8, device=device)
+    pending = []
+    for turn in range(2 * _PLACES * world):
+        if rank == turn % world:
+            for _ in range(_LATE):
+                work = work @ work
+        values = places * (turn + 1) + rank * work[0, 0]
+        pending.append((reduction.average(values), places * (turn + 1) + (world - 1) / 2))
+    is_right = all(torch.allclose(found.wait(), wanted) for found, wanted in pending)
+    return all_say_yes(is_right, group)
 
 
 def reduce_beside(model: DistributedDataParallel, device: torch.device) -> Reduction:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from qsync_opt.runtime.host_reduction import HostReduction, Reduction
 from qsync_opt.runtime.quantized_comm import GradientHook, compress_gradients
 from qsync_opt.runtime.shared_reduction import (
     SharedReduction,
+    adds_up,
     reduce_beside,
     reduction_for,
     tell,
@@ -535,6 +537,28 @@ def by_a_board(rank: int, world: int, folder: Path) -> None:
         _averages(reduction, rank, world, [64], _in_order)
 
 
+class StaleBoard(FileBoard):
+    """Shows what the others wrote before."""
+
+    def read(self, place: int, like: Tensor) -> list[Tensor]:
+        rows = super().read(place, like)
+        before = [self._at(r, 1 - place, like) for r in range(len(self._places))]
+        return [row if r == self._rank else before[r] for r, row in enumerate(rows)]
+
+
+def a_board_is_checked(rank: int, world: int, folder: Path) -> None:
+    """Before gradients are entrusted to it: what is late or lost is seen on all ranks."""
+    cpu = torch.device("cpu")
+    for kind, expected in ((FileBoard, True), (StaleBoard, False)):
+        place = folder / f"checked{world}-{kind.__name__}"
+        place.mkdir(exist_ok=True)
+        with closing(SharedReduction(None, cpu, partial(kind, place, rank))) as reduction:
+            assert adds_up(reduction, cpu, None) is expected
+    with closing(HostReduction(None, cpu)) as reduction:
+        assert adds_up(reduction, cpu, None)
+        distributed.barrier()
+
+
 def by_no_board(rank: int, world: int, folder: Path) -> None:
     """Where memory cannot be shared, all ranks are told, and each goes by the host."""
 
@@ -582,5 +606,6 @@ PARTS: dict[str, tuple[Part, tuple[int, ...]]] = {
     "by the host": (by_the_host, (2, 3)),
     "by the host, in vain": (by_the_host_in_vain, (2,)),
     "by a board": (by_a_board, (2, 3)),
+    "a board is checked": (a_board_is_checked, (2, 3)),
     "by no board": (by_no_board, (2,)),
 }
