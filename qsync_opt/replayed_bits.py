@@ -107,11 +107,14 @@ class ReplayedBits:
         self._try(held, held.fastest_bits, columns)
         if self._best is None:
             # Other bits only make the step longer: what is said of these is said of all.
-            said = self._tried.get(held.fastest_bits) or free
+            said = self._tried.get(held.fastest_bits)
+            if said is None:  # there was no time to try them
+                said = replace(free, status=self._stopped or SolveStatus.NO_PLAN_FOUND)
             return replace(said, plan=None, evaluation=None, objective=None, gap=None)
         self._descend(held, columns)
         rest = self._search(held, columns)
-        return self._result(held, free, min(rest, self._unsure))
+        _, bits, result = self._best
+        return self._result(held, free, min(rest, self._unsure), bits, result)
 
     def _hint_at(self, held: AllocationProblem) -> PrecisionPlan | None:
         """The hint as a plan of the problem with its deadline."""
@@ -223,12 +226,16 @@ class ReplayedBits:
 
     # -- the result ------------------------------------------------------------------------
 
-    def _result(self, held: AllocationProblem, free: SolveResult, rest: float) -> SolveResult:
-        """The best result, as one of the problem that leaves bits open."""
-        if self._best is None or self._best[2].plan is None:  # not called then
-            return free
-        _, bits, result = self._best
-        columns = plan_columns(held.at_bits(bits), self._best[2].plan)
+    def _result(
+        self,
+        held: AllocationProblem,
+        free: SolveResult,
+        rest: float,
+        bits: Bits,
+        result: SolveResult,
+    ) -> SolveResult:
+        """The best result, at some bits, as one of the problem that leaves them open."""
+        columns = plan_columns(held.at_bits(bits), result.require_plan())
         plan = plan_from_columns(held, columns, bits)
         evaluation = evaluate_columns(held, columns, result.deadline_s, bits)
         objective = evaluation.perturbation

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from qsync_opt.measure.step import Loss, call_model, loss_of, split_batch
 from qsync_opt.plan import FULL_BITS
 from qsync_opt.runtime.bucket_bits import Uniform
 from qsync_opt.runtime.communication import communication_at
-from qsync_opt.runtime.host_reduction import goes_by_host
+from qsync_opt.runtime.host_reduction import Reduction, goes_by_host
 from qsync_opt.runtime.quantized_comm import GradientHook
 from qsync_opt.runtime.shared_reduction import reduction_for
 from qsync_opt.runtime.two_phase import Exchange
@@ -123,15 +123,16 @@ def measure_all_reduce(
     wanted = code_bits(codes)
     sizes = sorted({max(_FLOAT_BYTES, size // _FLOAT_BYTES * _FLOAT_BYTES) for size in size_bytes})
     rows: dict[int, list[tuple[float, float]]] = {bits: [] for bits in (FULL_BITS, *wanted)}
-    for size in sizes:
-        tensor = torch.ones(1, size // _FLOAT_BYTES, device=device)
-        for bits, found in rows.items():
-            with averaging_at(tensor, bits, group) as run:
-                found.append(_time(run, device, group))
-    backend = str(distributed.get_backend(group))
-    if goes_by_host(torch.empty(0, device=device), group):
-        with closing(reduction_for(group, device)) as reduction:
-            backend = reduction.backend
+    backend, whole = str(distributed.get_backend(group)), None
+    with ExitStack() as stack:
+        if goes_by_host(torch.empty(0, device=device), group):
+            whole = stack.enter_context(closing(reduction_for(group, device)))
+            backend = whole.backend
+        for size in sizes:
+            tensor = torch.ones(1, size // _FLOAT_BYTES, device=device)
+            for bits, found in rows.items():
+                with averaging_at(tensor, bits, group, whole) as run:
+                    found.append(_time(run, device, group))
     times = {bits: np.array(found).T for bits, found in rows.items()}
     return AllReduceCosts(
         ranks=distributed.get_world_size(group),
@@ -251,7 +252,9 @@ class _OnlyBucket:
 
 
 @contextmanager
-def averaging_at(tensor: Tensor, bits: int, group: Any = None) -> Iterator[Callable[[], object]]:
+def averaging_at(
+    tensor: Tensor, bits: int, group: Any = None, whole: Reduction | None = None
+) -> Iterator[Callable[[], object]]:
     """What averages a gradient in place, as training does at so many bits.
 
     All ranks of the group enter and leave together.
@@ -260,10 +263,10 @@ def averaging_at(tensor: Tensor, bits: int, group: Any = None) -> Iterator[Calla
         tensor: fp32, [1, n]; at 32 bits it is added up, as by the all-reduce alone.
         bits: at which it is sent.
         group: None for the default group.
+        whole: what averages at 32 bits where the group's backend does not reach the tensor.
     """
-    if bits == FULL_BITS and goes_by_host(tensor, group):
-        with closing(reduction_for(group, tensor.device)) as reduction:
-            yield lambda: reduction.average(tensor).wait()
+    if bits == FULL_BITS and whole is not None:
+        yield lambda: whole.average(tensor).wait()
     elif bits == FULL_BITS:
         yield lambda: distributed.all_reduce(tensor, group=group)
     else:

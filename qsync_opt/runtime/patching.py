@@ -54,7 +54,6 @@ class Patch:
         self._parameters = parameters
         self._ranks = ranks
         self._precisions: Mapping[str, Precision] = {}
-        self._checked: set[Precision] = set()
 
     @property
     def multiplies_fp16(self) -> bool:
@@ -120,9 +119,7 @@ class Patch:
             self._precisions = {}
 
     def _convert(self, precisions: Mapping[str, Precision]) -> None:
-        new = set(precisions.values()) - self._checked
-        require_right_products(self._ranks.device, new)
-        self._checked |= new
+        require_right_products(self._ranks.device, precisions.values())
         convert(
             self.model,
             precisions,

@@ -10,8 +10,9 @@ worse, merely too high.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,9 +102,15 @@ def require_right_products(
         needed.add(Precision.BF16 if half_dtype(device) is torch.bfloat16 else Precision.FP16)
     needed &= available_precisions(device)
     for precision in _DTYPES:
-        wrong = wrong_products(device, precision, PRODUCTS) if precision in needed else []
+        wrong = _found_wrong(device, precision) if precision in needed else ()
         if wrong:
             raise _refusal(device, precision, wrong, len(PRODUCTS))
+
+
+@functools.cache
+def _found_wrong(device: torch.device, precision: Precision) -> tuple[Product, ...]:
+    """Of `PRODUCTS`, once a process: its part of a GPU stays the same."""
+    return tuple(wrong_products(device, precision, PRODUCTS))
 
 
 def wrong_products(
@@ -158,7 +165,7 @@ def _multiply(a: Tensor, b: Tensor, precision: Precision, layout: str) -> Tensor
 
 
 def _refusal(
-    device: torch.device, precision: Precision, wrong: list[Product], count: int
+    device: torch.device, precision: Precision, wrong: Sequence[Product], count: int
 ) -> KernelError:
     name = str(device)
     if device.type == "cuda":

@@ -8,7 +8,6 @@ rank's overflow makes all of them leave out the step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from qsync_opt.errors import TrainError
 from qsync_opt.runtime.distributed import Ranks
+from qsync_opt.runtime.state import all_finite
 
 INITIAL_SCALE = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
@@ -56,8 +56,7 @@ class LossScale:
         is_finite = True
         if gradients:
             torch._foreach_mul_(list(gradients), 1.0 / self.scale)  # a power of two: exact
-            largest = torch.nn.utils.get_total_norm(gradients, norm_type=math.inf)
-            is_finite = math.isfinite(largest.item())
+            is_finite = all_finite(gradients)
         if self._ranks.any(not is_finite):
             self._back_off()
             return False

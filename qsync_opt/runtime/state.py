@@ -10,7 +10,7 @@ import base64
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -127,12 +127,11 @@ def unpack(checkpoint: Checkpoint, model: nn.Module, optimizer: KeptOptimizer) -
         ) from error
 
 
-def weights_are_finite(model: nn.Module) -> bool:
-    """Whether every parameter of a model is a number; waits for the GPU."""
-    floats = [p.detach() for p in model.parameters() if p.is_floating_point() and p.numel()]
-    if not floats:
-        return True
-    largest = torch.nn.utils.get_total_norm(floats, norm_type=math.inf)
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no tensor holds an infinity or a NaN; waits for the GPU."""
+    kinds = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    held = [tensor.detach() for tensor in kinds if tensor.numel()]
+    largest = torch.nn.utils.get_total_norm(held, norm_type=math.inf)
     return math.isfinite(largest.item())
 
 

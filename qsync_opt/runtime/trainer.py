@@ -41,7 +41,7 @@ from qsync_opt.runtime.preparation import (
 )
 from qsync_opt.runtime.refinement import keep_plan, plan_to_json
 from qsync_opt.runtime.sharded_model import WholeState
-from qsync_opt.runtime.state import weights_are_finite
+from qsync_opt.runtime.state import all_finite
 from qsync_opt.runtime.steps import Taken
 from qsync_opt.runtime.tracing import Tracing
 
@@ -339,7 +339,7 @@ class _Job:
             tensors |= tensors_of_ranks(BUFFERS, parts.sharded.buffers(), self._ranks)
         if parts.sharded is not None:
             parts.sharded.collect()
-        if self._ranks.any(not weights_are_finite(self._task.model)):
+        if self._ranks.any(not all_finite(self._task.model.parameters())):
             raise TrainError(
                 f"weights are not finite after step {done - 1}: a gradient was not, although the"
                 f" loss was; {self._kept()} comes from before",

@@ -23,6 +23,7 @@ from qsync_opt.optimize.result import SolveParameters, SolveResult, SolveStatus
 from qsync_opt.optimize.solve import solve
 from qsync_opt.plan import bits_text
 from qsync_opt.replayed import solve_replayed
+from qsync_opt.replayed_bits import ReplayedBits
 from qsync_opt.simulate.replay import replay
 from qsync_opt.simulate.tasks import HostCosts
 from tests.coded_problems import tiny_coded_problem
@@ -238,6 +239,29 @@ def test_bits_and_precisions_are_the_best_of_all_that_are_in_time() -> None:
             changed += got.plan.communication != free.plan.communication
     assert found > 20
     assert changed >= 2
+
+
+def test_no_time_for_bits_is_no_proof() -> None:
+    """A plan of the relaxation, which hosts make late, must not pass for an answer."""
+    found = 0
+    for seed in range(12):
+        problem = tiny_coded_problem(seed)
+        if not problem.has_codes:
+            continue
+        hosts = random_hosts(problem, seed, slowdowns=(1.0,))
+        fastest = solve_replayed(replace(problem, deadline_s=None), hosts).fastest_time_s
+        if fastest is None:
+            continue
+        late = replace(problem, deadline_s=fastest * 1.1, slack=0.0)
+        with pytest.MonkeyPatch.context() as patch:
+            # Time is up as soon as the relaxation is solved.
+            patch.setattr(ReplayedBits, "_is_over", lambda self: True)
+            got = solve_replayed(late, hosts)
+        assert got.plan is None
+        assert got.objective is None
+        assert got.status in (SolveStatus.NO_PLAN_FOUND, SolveStatus.INFEASIBLE), seed
+        found += got.status is SolveStatus.NO_PLAN_FOUND
+    assert found > 3
 
 
 def test_bits_that_hosts_leave_no_room_for_are_proven_to_have_no_plan() -> None:

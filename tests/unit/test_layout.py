@@ -59,7 +59,8 @@ LAYERS = (
     ("runtime.convert",),
     # ranks, and what they keep
     ("runtime.distributed", "runtime.interruption", "runtime.checkpoints", "runtime.metrics"),
-    ("runtime.agreement", "runtime.scaling", "runtime.state", "runtime.launch"),
+    ("runtime.agreement", "runtime.state", "runtime.launch"),
+    ("runtime.scaling",),
     # what ranks send
     ("runtime.communication", "runtime.levels", "runtime.host_reduction"),
     ("runtime.shared_reduction",),

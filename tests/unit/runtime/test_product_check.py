@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ def with_one_element_off(out: Tensor) -> None:
 
 
 @pytest.fixture(params=[without_a_tile, with_a_tile_twice, with_one_element_off])
-def spoiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def spoiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Products of 16-bit operands are wrong, and a CPU is looked at like a GPU."""
     right = arithmetic.matmul
     spoil: Callable[[Tensor], None] = request.param
@@ -61,6 +61,9 @@ def spoiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(arithmetic, "matmul", wrong)
     monkeypatch.setattr(product_check, "_DEVICE_TYPES", ("cpu",))
     monkeypatch.setattr(product_check, "PRODUCTS", SMALL)
+    product_check._found_wrong.cache_clear()
+    yield
+    product_check._found_wrong.cache_clear()
 
 
 @pytest.mark.parametrize("precision", [p for p in Precision if p is not Precision.INT8])
