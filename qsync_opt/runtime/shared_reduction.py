@@ -9,7 +9,6 @@ are to wait for has been queued.
 
 from __future__ import annotations
 
-import hashlib
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from torch import Tensor, distributed
 from qsync_opt.errors import KernelError
 from qsync_opt.kernels.native import Native, native
 from qsync_opt.kernels.shared_memory import HANDLE_BYTES, SharedEvent, SharedMemory
+from qsync_opt.runtime.distributed import Ranks
 from qsync_opt.runtime.host_reduction import HostReduction, Reduction
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class GpuBoard:
         self._done: list[list[SharedEvent]] = []
         with torch.cuda.device(device):
             mine = self._together(lambda: _Own(native, device, whole))
-            handles = gather(mine.handles, group)
+            handles = _ranks_of(group).gather_bytes(mine.handles)
             self._together(lambda: self._open(native, whole, mine, handles))
         self._views = [
             [memory.tensor()[i * self._size_bytes :] for i in range(_PLACES)]
@@ -236,7 +236,7 @@ def reduction_for(group: Any, device: torch.device) -> Reduction:
     kernels = native(device.index) if device.type == "cuda" else None
     if all_say_yes(kernels is not None, group) and kernels is not None:
         place = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-        if len(set(gather(hashlib.sha256(place.encode()).digest(), group))) == 1:
+        if len(set(_ranks_of(group).gather_bytes(place.encode()))) == 1:
             return _on_one_gpu(group, device, kernels)
     return HostReduction(group, device)
 
@@ -301,14 +301,11 @@ def tell(group: Any) -> None:
 
 def all_say_yes(mine: bool, group: Any) -> bool:
     """Whether all ranks do."""
-    told = torch.tensor([int(mine)])
-    distributed.all_reduce(told, distributed.ReduceOp.MIN, group=group)
-    return bool(told)
+    return not _ranks_of(group).any(not mine)
 
 
-def gather(mine: bytes, group: Any) -> list[bytes]:
-    """What each rank says, all equally long."""
-    own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    rows = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
-    distributed.all_gather(rows, own, group=group)
-    return [row.numpy().tobytes() for row in rows]
+def _ranks_of(group: Any) -> Ranks:
+    """The ranks of a group of gloo, to send one another words; None: of the default one."""
+    control: Any = distributed.group.WORLD if group is None else group
+    rank, world = distributed.get_rank(control), distributed.get_world_size(control)
+    return Ranks(rank=rank, world=world, device=torch.device("cpu"), control=control)
